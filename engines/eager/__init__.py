@@ -1,0 +1,1 @@
+"""Eager engine: PyTorch on any device."""

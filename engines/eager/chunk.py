@@ -1,0 +1,208 @@
+"""The algebra of chunks: the triangular solve, the walk from chunk to chunk, the outputs.
+
+With erase vectors e_i, writes u_i, keys k_i and queries q_i, the recurrence of every family is
+    S <- S diag(a_i);   r_i = u_i - S e_i;   S <- S + r_i k_i^T;   o_i = S q_i
+where a family without the delta rule has no e. For a chunk that starts from S, with decays as D,
+    (I + A) R = U - (D E) S^T,   A_ij = e_i D_ij k_j for i > j
+    O = (D Q) S^T + P R,         P_ij = q_i D_ij k_j for i >= j
+    S <- D S + R^T (D K)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .decay import HeadDecay, KeyDecay, bounded_exp, group, ungroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Update", "run_chunks"]
+
+
+@dataclass(slots=True)
+class Update:
+    """What a family's step makes of the tokens of B chunks.
+
+    q, k: [B, h, C, K]; q is None where nothing is read.
+    g: log decays [B, HO, C] or [B, HO, C, K].
+    write: u [B, HO, C, V].
+    erase: e [B, h, C, K], or None without the delta rule.
+    amount: a factor of erase [B, HO, C, 1], or None if erase holds it.
+    """
+
+    q: torch.Tensor | None
+    k: torch.Tensor
+    g: torch.Tensor
+    write: torch.Tensor
+    erase: torch.Tensor | None = None
+    amount: torch.Tensor | None = None
+
+
+class Solve(torch.autograd.Function):
+    """(I + A)^-1 u and (I + A)^-1 w; of A [B, HO, C, C] what is below the diagonal counts.
+
+    By substitution: Neumann series and Newton steps break for correlated keys.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, u: torch.Tensor, w: torch.Tensor) -> Any:
+        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+        u, w = inverse @ u, inverse @ w
+        ctx.save_for_backward(inverse, u, w)
+        return u, w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        inverse, u, w = ctx.saved_tensors
+        du, dw = (inverse.mT @ grad for grad in grads)
+        return (du @ u.mT).add_(dw @ w.mT).tril_(-1).neg_(), du, dw
+
+
+class Scan(torch.autograd.Function):
+    """Walks the state from chunk to chunk.
+
+    u [B, HO, C, V]; w [B, HO, C, K] or None; k [B, h, C, K]; left [B, HO, C, 1] or None;
+    total [B, HO, 1, 1 or K]; s [N, HO, V, K]; counts as in `Tile`. Returns r = u - w S^T (None
+    without w), the states that chunks are entered with [B, HO, V, K], and the states at the end.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: torch.Tensor,
+        w: torch.Tensor | None,
+        k: torch.Tensor,
+        left: torch.Tensor | None,
+        total: torch.Tensor,
+        s: torch.Tensor,
+        counts: Sequence[int],
+    ) -> Any:
+        # Applied twice: where exp(total) overflows, a state of 0 remains 0.
+        half = bounded_exp(0.5 * total)
+        # Level after level; a level's new states land where the next level reads them.
+        states = s.new_empty(len(u) + len(s), *s.shape[1:])
+        states[: len(s)] = s
+        end = torch.empty_like(s)
+        r, writes = (u, _write(u, k, left)) if w is None else (torch.empty_like(u), None)
+        levels = list(pairwise(accumulate(counts, initial=0)))
+        for (a, b), rest in zip(levels, (*counts[1:], 0), strict=True):
+            now, new = states[a:b], states[b : 2 * b - a]
+            if w is None:
+                write = writes[a:b]
+            else:
+                torch.sub(u[a:b], w[a:b] @ now.mT, out=r[a:b])
+                write = _write(r[a:b], k[a:b], None if left is None else left[a:b])
+            torch.addcmul(write.view_as(now), now * half[a:b], half[a:b], out=new)
+            end[rest : b - a] = new[rest:]
+        entry = states[: len(u)]
+        ctx.levels = levels
+        ctx.save_for_backward(r, w, k, left, half, entry)
+        ctx.set_materialize_grads(False)
+        return None if w is None else r, entry, end
+
+    @staticmethod
+    def backward(
+        ctx: Any, dr: torch.Tensor | None, dentry: torch.Tensor | None, ds: torch.Tensor | None
+    ) -> Any:
+        r, w, k, left, half, entry = ctx.saved_tensors
+        n = ctx.levels[0][1]
+        ds = entry.new_zeros(n, *entry.shape[1:]) if ds is None else ds.clone()
+        after = torch.empty_like(entry)  # the state's gradient at the end of each chunk
+        seen = torch.empty_like(r)  # of (left r), through the writes
+        du = seen if left is None and dr is None else torch.empty_like(r)
+        width = r.shape[-1]
+        for a, b in reversed(ctx.levels):
+            now = ds[: b - a]
+            after[a:b] = now
+            if w is not None:
+                seen[a:b] = _read(k[a:b], now)
+                grad = seen[a:b] if left is None else seen[a:b] * left[a:b]
+                du[a:b] = grad if dr is None else grad + dr[a:b]
+            now.mul_(half[a:b]).mul_(half[a:b])
+            if dentry is not None:
+                now.add_(dentry[a:b])
+            if w is not None:
+                now.sub_(du[a:b].mT @ w[a:b])
+        if w is None:
+            seen = _read(k, after)
+            du = seen if left is None else seen * left
+        dw = None if w is None else (du @ entry).neg_()
+        scaled = r if left is None else r * left
+        grouped = after.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+        dk = group(scaled, k.shape[1]) @ grouped
+        dleft = None if left is None else (seen * r).sum(-1, keepdim=True)
+        dtotal = (entry * after).sum(2, keepdim=True)
+        if half.shape[-1] == 1:
+            dtotal = dtotal.sum(-1, keepdim=True)
+        return du, dw, dk, dleft, dtotal * half * half, ds, None
+
+
+def _write(r: torch.Tensor, k: torch.Tensor, left: torch.Tensor | None) -> torch.Tensor:
+    """(left r)^T k, [B, h, HO/h * V, K], for r [B, HO, C, V] and k [B, h, C, K]."""
+    return group(r if left is None else r * left, k.shape[1]).mT @ k
+
+
+def _read(k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """k s^T, [B, HO, C, V], for k [B, h, C, K] and s [B, HO, V, K]."""
+    return ungroup(k @ s.unflatten(1, (k.shape[1], -1)).flatten(2, 3).mT, s.shape[2])
+
+
+class Output(torch.autograd.Function):
+    """entered (q S^T) + p r: q [B, h, C, K], entered [B, HO, C, 1] or None, S [B, HO, V, K],
+    p [B, HO, C, C], r [B, HO, C, V]. `blank` leaves out the values, if only gradients matter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        entered: torch.Tensor | None,
+        s: torch.Tensor,
+        p: torch.Tensor,
+        r: torch.Tensor,
+        blank: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, entered, s, p, r)
+        if blank:
+            return r.new_zeros(()).expand_as(r)
+        read = _read(q, s)
+        return (p @ r).add_(read if entered is None else read.mul_(entered))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        q, entered, s, p, r = ctx.saved_tensors
+        ds = _write(dy, q, entered).view_as(s)
+        dq, dentered = dy @ s, None
+        if entered is not None:
+            heads = dq.unflatten(1, (q.shape[1], -1))
+            dentered = (heads * q.unsqueeze(2)).flatten(1, 2).sum(-1, keepdim=True)
+            dq = (dq * entered).unflatten(1, (q.shape[1], -1)).sum(2)
+        return dq, dentered, ds, dy @ r.mT, p.mT @ dy, None
+
+
+def run_chunks(
+    x: Update, s: torch.Tensor, counts: Sequence[int], blank: bool = False
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Outputs [B, HO, C, V] of a tile's chunks (None without q), the states [B, HO, V, K] that
+    chunks are entered with, and those at the end; s [N, HO, V, K] enters the tile."""
+    decay = HeadDecay(x.g) if x.g.dim() == 3 else KeyDecay(x.g)
+    r, w = x.write, None
+    if x.erase is not None:
+        a, (w, factor) = decay.scores(x.erase, x.k), decay.enter(x.erase)
+        if x.amount is not None:
+            a, factor = a * x.amount, x.amount if factor is None else factor * x.amount
+        if factor is not None:
+            heads = factor.unflatten(1, (w.shape[1], -1))
+            w = (w.unsqueeze(2) * heads).flatten(1, 2)
+        r, w = Solve.apply(a, r, w)
+    solved, entry, s = Scan.apply(r, w, *decay.leave(x.k), decay.total, s, counts)
+    if x.q is None:
+        return None, entry, s
+    r = r if solved is None else solved
+    y = Output.apply(*decay.enter(x.q), entry, decay.scores(x.q, x.k), r, blank)
+    return y, entry, s

@@ -1,0 +1,239 @@
+"""Plans: which kernels run for a problem, on what scratch, with which arguments.
+
+A plan binds everything static when it is made; `run` reads shapes and strides of the call, carves
+the scratch, and launches. No tensor value is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config import choose
+from .kernels.factor import factor_head_kernel, factor_key_kernel
+from .kernels.scan import scan_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from lagraph.problem import Problem
+
+__all__ = ["ForwardPlan", "SummaryPlan"]
+
+ALIGN = 256
+# Stands in for an unbounded dt_max: larger than any step, and exact in fp32.
+UNBOUNDED = 3.0e38
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """One per-slot array of the workspace: its elements a slot, and their dtype."""
+
+    name: str
+    elements: int
+    dtype: torch.dtype
+
+    def nbytes(self, slots: int) -> int:
+        return -(-slots * self.elements * self.dtype.itemsize // ALIGN) * ALIGN
+
+
+class _Plan:
+    """What all directions share: sizes, options as kernel constants, and the factor stage."""
+
+    def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
+        self.problem = problem
+        self.config = choose(problem, knobs)
+        size, traits, options = problem.sizes, problem.traits, problem.options
+        self.heads = {name: size.get(name, size["HO"]) for name in ("H", "HK", "HO")}
+        self.K, self.V, self.HO = size["K"], size["V"], size["HO"]
+        self.substeps = size.get("n", 1)
+        self.key_gate = traits.gate == "key"
+        self.delta = traits.delta
+        self.io = problem.io_dtype
+        self.scale = float(getattr(options, "scale", None) or 1.0)
+        self.lower = float(getattr(options, "gate_lower_bound", None) or 0.0)
+        self.dt_min = float(getattr(options, "dt_min", 0.0) or 0.0)
+        dt_max = getattr(options, "dt_max", None)
+        self.dt_max = UNBOUNDED if dt_max is None or dt_max == inf else float(dt_max)
+        self.query = "q" in problem.inputs
+        self.input_at = {name: i for i, name in enumerate(problem.inputs)}
+        self.scratch = self._factor_scratch()
+
+    # Scratch ------------------------------------------------------------------------------------
+
+    def _factor_scratch(self) -> list[Scratch]:
+        c, heads = self.config.chunk, self.HO
+        scratch = []
+        if self.key_gate:
+            names = ("erase", "key", "query") if self.query else ("erase", "key")
+            scratch += [Scratch(name, heads * c * self.K, self.io) for name in names]
+            scratch.append(Scratch("decay", heads * self.K, torch.float32))
+        else:
+            scratch.append(Scratch("rows", heads * 4 * c, torch.float32))
+        if self.delta:
+            scratch.append(Scratch("inverse", heads * c * c, self.io))
+        if self.query:
+            scratch.append(Scratch("scores", heads * self.config.queries * c, self.io))
+        return scratch
+
+    def slots(self, T: int, N: int) -> int:
+        return T * self.substeps // self.config.chunk + N
+
+    def workspace_size(self, T: int, N: int) -> int:
+        slots = self.slots(T, N)
+        return sum(item.nbytes(slots) for item in self.scratch)
+
+    def carve(self, workspace: torch.Tensor | None, slots: int, like: torch.Tensor) -> dict[str, Any]:
+        if workspace is None:
+            total = sum(item.nbytes(slots) for item in self.scratch)
+            workspace = torch.empty(total, dtype=torch.uint8, device=like.device)
+        views: dict[str, Any] = {}
+        at = 0
+        for item in self.scratch:
+            size = slots * item.elements * item.dtype.itemsize
+            views[item.name] = workspace[at : at + size].view(item.dtype)
+            at += item.nbytes(slots)
+        return views
+
+    # Stages -------------------------------------------------------------------------------------
+
+    def inputs(self, ins: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        return dict(zip(self.problem.inputs, ins, strict=True))
+
+    def steps(self, x: torch.Tensor | None, rank: int) -> tuple[int, int, int]:
+        """Strides of token, sub-token and head of a tensor whose expanded form has this rank."""
+        if x is None:
+            return 0, 0, 0
+        if x.dim() > rank:
+            return x.stride(0), x.stride(1), x.stride(2)
+        return x.stride(0) * self.substeps, x.stride(0), x.stride(1)
+
+    @property
+    def gate_kind(self) -> str:
+        options = self.problem.options
+        if not self.delta:
+            return "ssd"
+        if options.safe_gate:
+            return "bounded" if self.key_gate else "softplus"
+        return options.gate_domain
+
+    def factor(self, x: dict[str, Any], ws: dict[str, Any], slots: int, T: int, N: int) -> None:
+        config, options = self.config, self.problem.options
+        q, k, g, beta, cu = x.get("q"), x["k"], x["g"], x.get("beta"), x["cu_seqlens"]
+        s_qt, s_qh = (q.stride(0), q.stride(1)) if q is not None else (0, 0)
+        s_kt, s_ks, s_kh = self.steps(k, 3)
+        flags = {
+            "GATE": self.gate_kind,
+            "QUERY": q is not None,
+            "NORM": bool(getattr(options, "use_qk_l2norm", False)),
+            "SIGMOID": bool(getattr(options, "use_beta_sigmoid", False)),
+            "DOUBLE": bool(getattr(options, "allow_neg_eigval", False)),
+            "PREC": config.precision,
+            "num_warps": config.factor_warps,
+            "num_stages": config.factor_stages,
+        }
+        shape = {**self.heads, "K": self.K, "C": config.chunk, "BK": config.block_k}
+        grid = (slots * self.HO,)
+        if self.key_gate:
+            s_bt, s_bh = beta.stride(0), beta.stride(1)
+            factor_key_kernel[grid](
+                q, k, g, beta, x.get("a_log"), x.get("dt_bias"), cu,
+                ws["erase"], ws.get("query"), ws["key"], ws["decay"], ws["inverse"],
+                ws.get("scores"), N, T, self.scale, self.lower, cu.stride(0), s_qt, s_qh, s_kt, s_kh,
+                g.stride(0), g.stride(1), s_bt, s_bh,
+                ERASE_KEY=self.problem.traits.erase == "key", **shape, **flags,
+            )  # fmt: skip
+            return
+        s_bt, s_bs, s_bh = self.steps(beta, 2)
+        factor_head_kernel[grid](
+            q, k, g, beta, x.get("a_log"), x.get("dt_bias"), x.get("a"), cu,
+            ws["rows"], ws.get("inverse"), ws.get("scores"), N, T, self.scale, self.lower,
+            self.dt_min, self.dt_max, cu.stride(0), s_qt, s_qh, s_kt, s_ks, s_kh,
+            g.stride(0), g.stride(1), s_bt, s_bs, s_bh,
+            NS=self.substeps, CQ=config.queries, DELTA=self.delta,
+            SOFTPLUS=bool(getattr(options, "dt_softplus", False)), **shape, **flags,
+        )  # fmt: skip
+
+    def scan(
+        self,
+        x: dict[str, Any],
+        ws: dict[str, Any],
+        T: int,
+        N: int,
+        *,
+        out: torch.Tensor | None = None,
+        pre: torch.Tensor | None = None,
+        final: torch.Tensor | None = None,
+        checkpoints: torch.Tensor | None = None,
+        identity: bool = False,
+    ) -> None:
+        """The serial pass. With `identity` the state starts as the unit matrix and nothing is
+        written to it: its end is the transition of the span."""
+        config = self.config
+        v = None if identity else x["v"]
+        w = None if identity else x.get("w")
+        h0 = None if identity else x.get("initial_state")
+        width = self.K if identity else self.V
+        q, k, e = x.get("q") if out is not None else None, x["k"], None
+        if self.key_gate:
+            q, k, e = ws.get("query") if out is not None else None, ws["key"], ws["erase"]
+        d, z, index, cu = x.get("d"), x.get("z"), x.get("state_indices"), x["cu_seqlens"]
+        s_kt, s_ks, s_kh = (0, 0, 0) if self.key_gate else self.steps(k, 3)
+        s_qt, s_qh = (0, 0) if self.key_gate or q is None else (q.stride(0), q.stride(1))
+        pair = lambda t: (t.stride(0), t.stride(1)) if t is not None else (0, 0)  # noqa: E731
+        state = lambda t: t.stride()[:3] if t is not None else (0, 0, 0)  # noqa: E731
+        pool = h0 if h0 is not None else final
+        block_v = min(config.block_v, width)
+        s_d = (d.stride(0), d.stride(1) if d.dim() == 2 else 0) if d is not None else (0, 0)
+        scan_kernel[(N * self.HO * (width // block_v),)](
+            q, k, e, v, w, ws.get("rows"), ws.get("decay"), ws.get("inverse"), ws.get("scores"),
+            d if out is not None else None, z if out is not None else None,
+            h0, index, out, pre, final, checkpoints, cu,
+            N, T, pool.shape[0] if pool is not None else 0,
+            cu.stride(0), index.stride(0) if index is not None else 0,
+            s_qt, s_qh, s_kt, s_ks, s_kh, *self.steps(v, 3), *pair(w), *s_d, *pair(z),
+            *state(h0), *state(final), *pair(out), *pair(pre),
+            HV=self.problem.sizes.get("HV", self.HO), V=width, NS=self.substeps,
+            K=self.K, C=config.chunk, CQ=config.queries, BV=block_v, **self.heads,
+            KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity,
+            EVERY=getattr(self.problem.options, "checkpoint_every_n_tokens", 0) or 1,
+            PREC=config.precision, num_warps=config.scan_warps, num_stages=config.scan_stages,
+        )  # fmt: skip
+
+
+class ForwardPlan(_Plan):
+    """Factors, then the serial pass with outputs: two launches."""
+
+    def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
+        x = self.inputs(ins)
+        y = dict(zip(self.problem.outputs, outs, strict=True))
+        T, N = x["g"].shape[0], x["cu_seqlens"].shape[0] - 1
+        if N == 0:
+            return
+        slots = self.slots(T, N)
+        ws = self.carve(workspace, slots, x["g"])
+        self.factor(x, ws, slots, T, N)
+        self.scan(
+            x, ws, T, N, out=y["O"], pre=y.get("O_pre"), final=y.get("final_state"),
+            checkpoints=y.get("state_checkpoints"),
+        )  # fmt: skip
+
+
+class SummaryPlan(_Plan):
+    """Factors without queries, the state's end, and the transition of the span."""
+
+    def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
+        x = self.inputs(ins)
+        y = dict(zip(self.problem.outputs, outs, strict=True))
+        T, N = x["g"].shape[0], x["cu_seqlens"].shape[0] - 1
+        if N == 0:
+            return
+        slots = self.slots(T, N)
+        ws = self.carve(workspace, slots, x["g"])
+        self.factor(x, ws, slots, T, N)
+        self.scan(x, ws, T, N, final=y["final_state"])
+        if y.get("transition") is not None:
+            self.scan(x, ws, T, N, final=y["transition"], identity=True)

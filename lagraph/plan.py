@@ -1,0 +1,362 @@
+"""Plans: a problem bound to an engine, with what a warm call needs and nothing more.
+
+A `Request` holds a call's options; it is interned, and its canonical text is what operators carry.
+A `Runner` (one per node) finds the plan of a call by a generated key, which holds dtypes, devices,
+stride classes and static dims, never T or N, then allocates the outputs and runs the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagraph import infer, registry, select
+from lagraph.desc import dtype_name, layout_class, to_torch_dtype
+from lagraph.errors import RuleBroken
+from lagraph.infer import Meta
+from lagraph.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from lagraph.infer import Bound
+    from lagraph.node import Node, Options
+
+__all__ = ["Plan", "Request", "Runner", "problem_of", "request", "runner"]
+
+CAPACITY = 256  # plans kept per node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """The options of one call, validated once and interned.
+
+    text: canonical JSON of what differs from the defaults; the same text is the same request.
+    """
+
+    node: Node
+    options: Options
+    plan_name: str | None
+    checkpoint_dtype: torch.dtype | None
+    text: str
+    n: int
+    every: int
+
+    def to(self, direction: Any) -> Request:
+        """The same options for another direction of the family, with that direction's pin."""
+        return _converted(self, direction)
+
+
+_REQUESTS: dict[tuple[str, str], Request] = {}
+
+
+def request(
+    node: Node,
+    values: Mapping[str, Any],
+    *,
+    plan_name: str | None = None,
+    checkpoint_dtype: Any = None,
+    label: str = "",
+    op_names: bool = False,
+) -> Request:
+    """Validate options and intern them. Raises `InvalidOption`."""
+    options = node.options(values, label, op_names)
+    dtype = to_torch_dtype(checkpoint_dtype)
+    given = {k: v for k, v in options if v != type(options).model_fields[k].default}
+    if plan_name is not None:
+        given["plan_name"] = plan_name
+    if dtype is not None:
+        given["checkpoint_dtype"] = dtype_name(dtype)
+    text = json.dumps(given, sort_keys=True, separators=(",", ":"))
+    key = (node.name, text)
+    found = _REQUESTS.get(key)
+    if found is None:
+        found = _REQUESTS.setdefault(
+            key,
+            Request(
+                node, options, plan_name, dtype, text,
+                n=getattr(options, "num_householder", 1),
+                every=getattr(options, "checkpoint_every_n_tokens", 0),
+            ),
+        )  # fmt: skip
+    return found
+
+
+def parse_request(node: Node, text: str) -> Request:
+    """The request of a canonical text."""
+    found = _REQUESTS.get((node.name, text))
+    if found is None:
+        values = json.loads(text)
+        plan_name, dtype = values.pop("plan_name", None), values.pop("checkpoint_dtype", None)
+        found = request(node, values, plan_name=plan_name, checkpoint_dtype=dtype)
+        # A text in another spelling is kept under its own key, too.
+        _REQUESTS.setdefault((node.name, text), found)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _converted(source: Request, direction: Any) -> Request:
+    node = source.node.family.node(direction)
+    names = {attr.name for attr in node.attrs}
+    values = {k: v for k, v in source.options if k in names}
+    pins = [pin.strip() for pin in (source.plan_name or "").split(",") if pin.strip()]
+    return request(node, values, plan_name=pins[-1] if pins else None)
+
+
+def pinned(source: Request) -> str | None:
+    """The pin of a request's own direction: the first of a pair."""
+    if source.plan_name is None:
+        return None
+    pins = source.plan_name.split(",")
+    if len(pins) > 2 or (len(pins) == 2 and source.node.direction != "forward"):
+        raise RuleBroken(
+            source.node.op,
+            "plan_name",
+            expected="one plan name, or a forward's and a backward's with a comma between",
+            got=repr(source.plan_name),
+            mend="Name one plan, or two for a forward",
+        )
+    return pins[0].strip()
+
+
+def problem_of(
+    node: Node,
+    bound: Bound,
+    options: Options,
+    metas: Sequence[Meta | None],
+    layouts: Sequence[int] | None = None,
+) -> Problem:
+    """The `Problem` of a bound call."""
+    dtypes = {p.name: m.dtype for p, m in zip(node.inputs, metas, strict=True) if m is not None}
+    ranks = {p.name: len(m.shape) for p, m in zip(node.inputs, metas, strict=True) if m}
+    dtypes |= {name: dtype for name, (_, dtype) in bound.outputs.items()}
+    device = next((m.device for m in metas if m is not None and m.device is not None), None)
+    kind = "cpu" if device is None or device.type == "meta" else device.type
+    index = 0 if device is None or device.index is None else device.index
+    strides = layouts if layouts is not None else [0] * len(metas)
+    return Problem(
+        family=node.family.name,
+        direction=node.direction,
+        traits=node.family.traits,
+        sizes=MappingProxyType({k: v for k, v in bound.sizes.items() if k not in "TNPR"}),
+        inputs=node.input_names,
+        outputs=node.output_names,
+        dtypes=MappingProxyType(dtypes),
+        options=node.resolve(options, bound.sizes),
+        layouts=MappingProxyType(
+            {p.name: s for p, m, s in zip(node.inputs, metas, strides, strict=True) if m}
+        ),
+        ranks=MappingProxyType(ranks),
+        device=kind,
+        arch=_arch(index) if kind == "cuda" else 0,
+        index=index,
+    )
+
+
+@lru_cache(maxsize=None)
+def _arch(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+class Plan:
+    """A problem bound to one engine's compiled plan. Immutable; any thread may run it."""
+
+    __slots__ = ("_make", "compiled", "device", "key", "name", "problem", "shapes", "workspace")
+
+    def __init__(
+        self, node: Node, problem: Problem, bound: Bound, name: select.PlanName, key: Any = None
+    ) -> None:
+        self.problem, self.name, self.key = problem, str(name), key
+        self.compiled = select.build(problem, name)
+        self.workspace: Callable[[int, int], int] = self.compiled.workspace_size
+        self.device = torch.device(problem.device, problem.index if problem.device == "cuda" else None)
+        self._make = _allocator(node, bound, problem, self.device)
+
+    def allocate(self, ins: Sequence[Any], T: int, N: int) -> tuple[torch.Tensor | None, ...]:
+        """Uninitialized outputs for this call, None where an output is absent."""
+        return self._make(ins, T, N)
+
+    def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
+        """Run on the current stream of the tensors' device."""
+        if self.problem.device == "cuda" and torch.cuda.current_device() != self.problem.index:
+            with torch.cuda.device(self.problem.index):
+                self.compiled.run(ins, outs, workspace)
+        else:
+            self.compiled.run(ins, outs, workspace)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.name} for {self.problem.family} {self.problem.direction}>"
+
+
+def _allocator(node: Node, bound: Bound, problem: Problem, device: torch.device) -> Any:
+    """A generated function (ins, T, N) -> outputs, with all static sizes written in."""
+    parts: list[str] = []
+    scope: dict[str, Any] = {"empty": torch.empty, "device": device, "rows": infer.checkpoint_rows}
+    in_place = problem.has("initial_state") and (
+        problem.has("state_indices") or getattr(problem.options, "overwrite_initial_state", False)
+    )
+    for at, out in enumerate(node.outputs):
+        if not problem.has(out.name):
+            parts.append("None")
+            continue
+        if out.name == "final_state" and in_place and problem.direction == "forward":
+            parts.append(f"ins[{node.input_names.index('initial_state')}]")
+            continue
+        scope[f"dtype{at}"] = problem.dtypes[out.name]
+        if out.like:
+            shape = f"ins[{node.input_names.index(out.like)}].shape"
+        else:
+            n, every = problem.sizes.get("n", 1), getattr(
+                problem.options, "checkpoint_every_n_tokens", 0
+            )
+            terms = {"T": "T", "N": "N", "R": f"max(T * {n} // {every or 1} + N, 1)"}
+            sizes = [terms.get(letter) or str(bound.sizes[letter]) for letter in out.shape.split()]
+            shape = f"({', '.join(sizes)},)"
+        parts.append(f"empty({shape}, dtype=dtype{at}, device=device)")
+    source = f"def make(ins, T, N):\n    return ({', '.join(parts)},)\n"
+    return compiled_source(source, f"<lagraph {node.name} outputs>", scope)["make"]
+
+
+def compiled_source(source: str, filename: str, scope: dict[str, Any]) -> dict[str, Any]:
+    """Run generated source in `scope`; its lines show in tracebacks."""
+    import linecache
+
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), scope)
+    return scope
+
+
+def _key_source(node: Node) -> str:
+    """Source of `key(request, *ins) -> (key, T, N)`, or None where the dynamic dims disagree.
+
+    Everything static goes into the key, so a tuple that was seen once needs no other check.
+    """
+    args = [f"x{i}" for i in range(len(node.inputs))]
+    at = {port.name: args[i] for i, port in enumerate(node.inputs)}
+    lines = [f"def key(request, {', '.join(args)}):"]
+    lines += [f"    T = {at['g']}.shape[0]", f"    N = {at['cu_seqlens']}.shape[0] - 1"]
+    parts, checks = ["request.text"], []
+    pool = f"{at['state_indices']} is not None" if "state_indices" in at else "False"
+    for port, x in zip(node.inputs, args, strict=True):
+        i = x[1:]
+        ranks = port.shapes
+        head = next(iter(ranks.values()))[0]
+        bound = {
+            "T": f"s{i}[0] == T",
+            "N": f"s{i}[0] == N",
+            "T*n": f"s{i}[0] == (T if len(s{i}) == {max(ranks)} else T * request.n)",
+            "R": f"s{i}[0] == max(T * request.n // (request.every or 1) + N, 1)",
+        }.get(head)
+        if port.role == "state" and pool != "False":
+            bound = f"({pool} or {bound})"
+        tail = f"s{i}[1:]" if head in ("T", "N", "N+1", "T*n", "R") else f"s{i}"
+        rank = f"len(s{i}), " if len(ranks) > 1 else ""
+        value = f"{x}.dtype, {rank}{tail}, 0 if {x}.is_contiguous() else layout({x}), {x}.get_device()"
+        if port.optional:
+            lines += [
+                f"    if {x} is None:",
+                f"        k{i} = None",
+                "    else:",
+                f"        s{i} = {x}.shape",
+                *([f"        if not {bound}:", "            return None"] if bound else []),
+                f"        k{i} = ({value})",
+            ]
+            parts.append(f"k{i}")
+        else:
+            lines.append(f"    s{i} = {x}.shape")
+            if bound and port.name != "g":
+                checks.append(bound)
+            parts.append(value)
+    if checks:
+        lines += [f"    if not ({' and '.join(checks)}):", "        return None"]
+    lines.append(f"    return ({', '.join(parts)}), T, N")
+    return "\n".join(lines) + "\n"
+
+
+class Runner:
+    """Runs one node's calls: warm ones through the plan cache, cold ones through validation."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        source = _key_source(node)
+        self.key = compiled_source(source, f"<lagraph {node.name} key>", {"layout": layout_class})[
+            "key"
+        ]
+        self.plans: dict[Any, Plan] = {}
+        self._lock = threading.Lock()
+        self._offsets = node.input_names.index("cu_seqlens")
+        self._slots = (
+            node.input_names.index("state_indices") if "state_indices" in node.port else -1
+        )
+        self._state = node.input_names.index("initial_state") if self._slots >= 0 else -1
+
+    def find(self, ins: Sequence[Any], req: Request) -> tuple[Plan, int, int]:
+        """The plan of a call, with T and N. Raises before anything runs."""
+        try:
+            found = self.key(req, *ins)
+        except (AttributeError, IndexError, TypeError):
+            found = None  # a missing tensor or a wrong rank: validation says which
+        if found is None:
+            self.bind(ins, req)
+            raise RuntimeError(f"{self.node.op}: key and validation disagree; please report this")
+        key, T, N = found
+        plan = self.plans.get(key) or self._build(ins, req, key)
+        offsets = ins[self._offsets]
+        if infer.VALIDATE or not offsets.is_cuda:
+            infer.check_offsets(offsets.tolist(), T, self.node.op)
+            if self._slots >= 0 and ins[self._slots] is not None:
+                rows = ins[self._state].shape[0]
+                infer.check_slots(ins[self._slots].tolist(), rows, self.node.op)
+        return plan, T, N
+
+    def __call__(self, ins: Sequence[Any], req: Request) -> tuple[Any, ...]:
+        """Outputs of one call, None where an output is absent."""
+        plan, T, N = self.find(ins, req)
+        outs = plan.allocate(ins, T, N)
+        size = plan.workspace(T, N)
+        work = torch.empty(size, dtype=torch.uint8, device=plan.device) if size else None
+        plan.run(ins, outs, work)
+        return outs
+
+    def bind(self, ins: Sequence[Any], req: Request) -> Bound:
+        """Full validation under the operator's names."""
+        return infer.bind(
+            self.node, metas_of(ins), req.options, label=self.node.op, op_names=True,
+            checkpoint_dtype=req.checkpoint_dtype,
+        )  # fmt: skip
+
+    def problem(self, ins: Sequence[Any], req: Request) -> tuple[Problem, Bound]:
+        """Validate a call and describe it for the engines."""
+        bound = self.bind(ins, req)
+        layouts = [0 if x is None else layout_class(x) for x in ins]
+        return problem_of(self.node, bound, req.options, metas_of(ins), layouts), bound
+
+    def _build(self, ins: Sequence[Any], req: Request, key: Any) -> Plan:
+        problem, bound = self.problem(ins, req)
+        name = select.select(problem, pinned(req))
+        with self._lock:
+            plan = self.plans.get(key)
+            if plan is None:
+                plan = Plan(self.node, problem, bound, name, key)
+                while len(self.plans) >= CAPACITY:
+                    self.plans.pop(next(iter(self.plans)), None)
+                self.plans[key] = plan
+        return plan
+
+
+def metas_of(tensors: Sequence[Any]) -> list[Meta | None]:
+    """Metas of tensors, None where one is absent."""
+    return [None if x is None else Meta(x.shape, x.dtype, x.device) for x in tensors]
+
+
+@lru_cache(maxsize=None)
+def runner(name: str) -> Runner:
+    """The runner of a node, by builder name."""
+    return Runner(registry.node(name))

@@ -1,0 +1,243 @@
+"""Which engine runs a problem: declared support tables, verdicts in words, plan names.
+
+Plan names are `<family>_<engine>` and `<family>_summary_<engine>`, with optional knobs:
+`gdn_triton[chunk=64]`. A pinned plan is obeyed or refused, never replaced; a slow path is never
+taken silently.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagraph import registry
+from lagraph.desc import dtype_name
+from lagraph.errors import MissingBackend, NoEngine, PlanNotOffered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from lagraph.problem import Problem
+    from lagraph.registry import EngineRow
+
+__all__ = ["PlanName", "SupportTable", "Verdict", "rank", "select", "verdicts"]
+
+_NAME = re.compile(r"(?P<base>[a-z0-9_]+)(?:\[(?P<knobs>[^\]]*)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class SupportTable:
+    """What one engine serves. None means no limit.
+
+    devices: where it runs; default_on: where it is chosen without a pin.
+    arch: lowest and highest compute capability (90 for SM90), CUDA only.
+    dtypes: token dtypes; K and V: head dims by letter; layouts: highest `layout_class` of inputs.
+    serves: (family, direction) pairs. knobs: what a plan name may set, with the allowed values.
+    without: {option: reason} for options that the engine declines when they are set.
+    """
+
+    devices: frozenset[str]
+    default_on: frozenset[str]
+    dtypes: tuple[torch.dtype, ...]
+    arch: tuple[int, int | None] | None = None
+    dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layouts: int = 3
+    serves: frozenset[tuple[str, str]] | None = None
+    knobs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+    summary: str = ""
+
+    def reasons(self, problem: Problem) -> list[str]:
+        """Why this engine declines the problem; empty if it serves it."""
+        why: list[str] = []
+        if problem.device not in self.devices:
+            why.append(f"runs on {_or(sorted(self.devices))}, not on {problem.device}")
+        elif problem.device == "cuda" and self.arch is not None:
+            low, high = self.arch
+            if problem.arch < low:
+                why.append(f"needs sm{low}, this device is sm{problem.arch}")
+            elif high is not None and problem.arch > high:
+                why.append(f"is not proven beyond sm{high}, this device is sm{problem.arch}")
+        if self.serves is not None and (problem.family, problem.direction) not in self.serves:
+            why.append(f"does not serve {problem.family} {problem.direction}")
+        if problem.io_dtype not in self.dtypes:
+            names = _or([dtype_name(dtype) for dtype in self.dtypes])
+            why.append(f"takes {names}, not {dtype_name(problem.io_dtype)}")
+        for letter, sizes in self.dims.items():
+            if letter in problem.sizes and problem.sizes[letter] not in sizes:
+                allowed = ", ".join(map(str, sizes))
+                why.append(f"{letter}={problem.sizes[letter]} not in {{{allowed}}}")
+        for name, layout in problem.layouts.items():
+            if layout > self.layouts:
+                why.append(f"strides of {name}: call {name}.contiguous() first")
+        for option, reason in self.without.items():
+            if getattr(problem.options, option, False):
+                why.append(f"{option}: {reason}")
+        return why
+
+
+@dataclass(frozen=True, slots=True)
+class PlanName:
+    """A parsed plan name."""
+
+    base: str
+    knobs: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        inner = ",".join(f"{key}={value}" for key, value in self.knobs)
+        return f"{self.base}[{inner}]" if inner else self.base
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def parse(cls, text: str) -> PlanName:
+        """Parse "gdn_triton[chunk=64]"; `PlanNotOffered` if it is no plan name."""
+        match = _NAME.fullmatch(text.strip())
+        knobs: list[tuple[str, int]] = []
+        good = match is not None
+        for part in (match["knobs"] or "").split(",") if match else ():
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if equals and key and value.lstrip("-").isdigit():
+                knobs.append((key, int(value)))
+            elif part.strip():
+                good = False
+        if not good:
+            raise PlanNotOffered(
+                f"plan_name: expected <family>_<engine> with optional [knob=integer,...], got "
+                f"{text!r}. Plans are listed by python -m lagraph support."
+            )
+        return cls(match["base"], tuple(sorted(knobs)))  # type: ignore[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One engine's answer to one problem.
+
+    ok: it can run the problem. default: it may be chosen without a pin. reasons: why not, in words.
+    """
+
+    plan: str
+    engine: str
+    ok: bool
+    default: bool
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.ok and self.default:
+            return f"{self.plan}: serves"
+        if self.ok:
+            return f"{self.plan}: serves when pinned"
+        return f"{self.plan}: {'; '.join(self.reasons)}"
+
+
+def _or(names: Iterable[str]) -> str:
+    *rest, last = names
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+@lru_cache(maxsize=None)
+def missing(row: EngineRow) -> tuple[str, ...]:
+    """Which of the engine's packages are absent or too old, in words."""
+    why = []
+    for package, needed in row.requires:
+        try:
+            found = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            why.append(f"needs {package} >= {needed}, which is not installed")
+            continue
+        if _version(found) < _version(needed):
+            why.append(f"needs {package} >= {needed}, found {found}")
+    return tuple(why)
+
+
+def plan_of(problem: Problem, engine: str) -> str:
+    """Name of an engine's plan for a problem."""
+    middle = "_summary" if "summary" in problem.direction else ""
+    return f"{problem.family}{middle}_{engine}"
+
+
+def verdicts(problem: Problem) -> tuple[Verdict, ...]:
+    """Every engine's verdict, in order of preference."""
+    found = []
+    for row in registry.ENGINES:
+        table: SupportTable = registry.load(row.table)
+        reasons = (*missing(row), *table.reasons(problem))
+        default = problem.device in table.default_on
+        found.append(Verdict(plan_of(problem, row.name), row.name, not reasons, default, reasons))
+    return tuple(found)
+
+
+def rank(problem: Problem) -> tuple[Verdict, ...]:
+    """The plans that may be chosen without a pin, best first."""
+    return tuple(verdict for verdict in verdicts(problem) if verdict.ok and verdict.default)
+
+
+def select(problem: Problem, plan_name: str | None = None) -> PlanName:
+    """The plan to run: the pinned one, or the best that serves.
+
+    Raises `PlanNotOffered` where the pinned plan does not exist or declines, and `NoEngine` where
+    nothing serves; both list every engine's reason.
+    """
+    if plan_name is None:
+        ranked = rank(problem)
+        if ranked:
+            return PlanName(ranked[0].plan)
+        raise NoEngine(_nothing_serves(problem))
+    pinned = PlanName.parse(plan_name)
+    for row, verdict in zip(registry.ENGINES, verdicts(problem), strict=True):
+        if verdict.plan != pinned.base:
+            continue
+        if not verdict.ok:
+            raise PlanNotOffered(
+                f"plan {pinned} declines {_title(problem)}: {'; '.join(verdict.reasons)}."
+            )
+        _check_knobs(pinned, registry.load(row.table))
+        return pinned
+    offered = ", ".join(verdict.plan for verdict in verdicts(problem))
+    raise PlanNotOffered(
+        f"plan_name: no plan {pinned.base!r} for {_title(problem)}. Plans are: {offered}."
+    )
+
+
+def build(problem: Problem, name: PlanName) -> Any:
+    """The engine's compiled plan."""
+    for row in registry.ENGINES:
+        if plan_of(problem, row.name) == name.base:
+            if missing(row):
+                raise MissingBackend(f"{name}: {'; '.join(missing(row))}.")
+            return registry.load(row.engine).plan(problem, dict(name.knobs))
+    raise PlanNotOffered(f"plan_name: no plan {name.base!r} for {_title(problem)}.")
+
+
+def _check_knobs(name: PlanName, table: SupportTable) -> None:
+    for key, value in name.knobs:
+        allowed = table.knobs.get(key)
+        if allowed is None:
+            known = ", ".join(table.knobs) or "none"
+            raise PlanNotOffered(f"plan {name}: no knob {key!r}. Knobs of {name.base}: {known}.")
+        if value not in allowed:
+            raise PlanNotOffered(f"plan {name}: {key} is one of {list(allowed)}, got {value}.")
+
+
+def _title(problem: Problem) -> str:
+    place = f"sm{problem.arch}" if problem.device == "cuda" else problem.device
+    return f"{problem.family} {problem.direction} on {place}"
+
+
+def _nothing_serves(problem: Problem) -> str:
+    found = verdicts(problem)
+    why = "; ".join(
+        f"{v.plan}: only when pinned" if v.ok else f"{v.plan}: {', '.join(v.reasons)}"
+        for v in found
+    )
+    pins = [v.plan for v in found if v.ok]
+    mend = f' Pass plan_name="{pins[0]}" to run it all the same.' if pins else ""
+    return f"no engine for {_title(problem)}: {why}.{mend}"

@@ -1,0 +1,44 @@
+"""Markers, and fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("more", deadline=None, max_examples=400)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` need one."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fresh memory holds NaN, so that an element nobody wrote or a row nobody may read shows."""
+
+    def filled(allocate):
+        def wrapper(*args, **kwargs):
+            out = allocate(*args, **kwargs)
+            if out.is_floating_point():
+                out.fill_(float("nan"))
+            return out
+
+        return wrapper
+
+    for owner, names in (
+        (torch, ("empty", "empty_like", "empty_strided")),
+        (torch.Tensor, ("new_empty", "new_empty_strided")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
