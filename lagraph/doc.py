@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lagraph.node import Attr, Node, Port
 
 __all__ = [
-    "describe", "node_tables", "op_docstring", "op_stub", "ops_stub", "plan_table", "signature",
+    "builder_docstring", "describe", "node_tables", "op_docstring", "op_stub", "ops_stub", "plan_table", "signature",
 ]  # fmt: skip
 
 _DTYPES = {
@@ -54,6 +54,24 @@ def _ports(node: Node) -> dict[str, Port]:
 def signature(node: Node) -> str:
     """Arguments of the node's operator, as they stand between the parentheses."""
     return ", ".join(arguments(node))
+
+
+def builder_docstring(node: Node) -> str:
+    """The docstring of a node's builder."""
+    lines = [f"Add {node.type}: {_VERB[node.direction].format(title=node.family.title)}", "", "Args:"]
+    for port in node.inputs:
+        maybe = ", optional" if port.optional else ""
+        lines.append(_wrap(
+            f"{port.name} (Tensor{maybe}): {shape_text(port)}, {_DTYPES[port.dtype]}. {port.doc}", 4
+        ))  # fmt: skip
+    for attr in node.attrs:
+        default = "" if attr.default is ... else f", default {attr.default!r}"
+        lines.append(_wrap(f"{attr.name} ({type_name(attr.type)}{default}): {attr.doc}", 4))
+    lines.append("    name (str): Name of the node, prefix of its outputs' names.")
+    lines.append("    compute_data_type: FLOAT, or DOUBLE.")
+    names = ", ".join(node.output_names)
+    lines += ["", "Returns:", f"    [{names}], None where an output is absent."]
+    return "\n".join(lines)
 
 
 def arguments(node: Node, typed: bool = False) -> list[str]:

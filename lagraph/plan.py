@@ -168,7 +168,10 @@ def _arch(index: int) -> int:
 class Plan:
     """A problem bound to one engine's compiled plan. Immutable; any thread may run it."""
 
-    __slots__ = ("_make", "compiled", "device", "key", "name", "problem", "shapes", "workspace")
+    __slots__ = (
+        "aliases", "allocate", "compiled", "device", "dtypes", "key", "name", "problem", "shapes",
+        "workspace",
+    )  # fmt: skip
 
     def __init__(
         self, node: Node, problem: Problem, bound: Bound, name: select.PlanName, key: Any = None
@@ -177,11 +180,42 @@ class Plan:
         self.compiled = select.build(problem, name)
         self.workspace: Callable[[int, int], int] = self.compiled.workspace_size
         self.device = torch.device(problem.device, problem.index if problem.device == "cuda" else None)
-        self._make = _allocator(node, bound, problem, self.device)
+        self.dtypes = tuple(problem.dtypes.get(name) for name in node.output_names)
+        in_place = problem.has("initial_state") and problem.has("final_state") and (
+            problem.has("state_indices")
+            or getattr(problem.options, "overwrite_initial_state", False)
+        )
+        # Position of the output that is an input's buffer.
+        self.aliases = node.output_names.index("final_state") if in_place else -1
+        shapes = [self._shape(node, bound, out) for out in node.outputs]
+        outs = [
+            "None" if shape == "None"
+            else f"ins[{node.input_names.index('initial_state')}]" if at == self.aliases
+            else f"empty({shape}, dtype=dtypes[{at}], device=device)"
+            for at, shape in enumerate(shapes)
+        ]  # fmt: skip
+        scope = {"empty": torch.empty, "dtypes": self.dtypes, "device": self.device}
+        source = (
+            f"def shapes(ins, T, N):\n    return ({', '.join(shapes)},)\n"
+            f"def allocate(ins, T, N):\n    return ({', '.join(outs)},)\n"
+        )
+        made = compiled_source(source, f"<lagraph {node.name} outputs>", scope)
+        # (ins, T, N) -> shapes, or uninitialized tensors; None where an output is absent.
+        self.shapes: Callable[..., Any] = made["shapes"]
+        self.allocate: Callable[..., Any] = made["allocate"]
 
-    def allocate(self, ins: Sequence[Any], T: int, N: int) -> tuple[torch.Tensor | None, ...]:
-        """Uninitialized outputs for this call, None where an output is absent."""
-        return self._make(ins, T, N)
+    def _shape(self, node: Node, bound: Bound, out: Any) -> str:
+        """Source of an output's shape, with all static sizes written in."""
+        if not self.problem.has(out.name):
+            return "None"
+        if out.like:
+            return f"ins[{node.input_names.index(out.like)}].shape"
+        if out.dtype == "state" and self.problem.has("state_indices"):
+            return f"ins[{node.input_names.index('initial_state')}].shape"
+        n = self.problem.sizes.get("n", 1)
+        every = getattr(self.problem.options, "checkpoint_every_n_tokens", 0) or 1
+        terms = {"T": "T", "N": "N", "R": f"max(T * {n} // {every} + N, 1)"}
+        return f"({', '.join(terms.get(x) or str(bound.sizes[x]) for x in out.shape.split())},)"
 
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
         """Run on the current stream of the tensors' device."""
@@ -193,35 +227,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.name} for {self.problem.family} {self.problem.direction}>"
-
-
-def _allocator(node: Node, bound: Bound, problem: Problem, device: torch.device) -> Any:
-    """A generated function (ins, T, N) -> outputs, with all static sizes written in."""
-    parts: list[str] = []
-    scope: dict[str, Any] = {"empty": torch.empty, "device": device, "rows": infer.checkpoint_rows}
-    in_place = problem.has("initial_state") and (
-        problem.has("state_indices") or getattr(problem.options, "overwrite_initial_state", False)
-    )
-    for at, out in enumerate(node.outputs):
-        if not problem.has(out.name):
-            parts.append("None")
-            continue
-        if out.name == "final_state" and in_place and problem.direction == "forward":
-            parts.append(f"ins[{node.input_names.index('initial_state')}]")
-            continue
-        scope[f"dtype{at}"] = problem.dtypes[out.name]
-        if out.like:
-            shape = f"ins[{node.input_names.index(out.like)}].shape"
-        else:
-            n, every = problem.sizes.get("n", 1), getattr(
-                problem.options, "checkpoint_every_n_tokens", 0
-            )
-            terms = {"T": "T", "N": "N", "R": f"max(T * {n} // {every or 1} + N, 1)"}
-            sizes = [terms.get(letter) or str(bound.sizes[letter]) for letter in out.shape.split()]
-            shape = f"({', '.join(sizes)},)"
-        parts.append(f"empty({shape}, dtype=dtype{at}, device=device)")
-    source = f"def make(ins, T, N):\n    return ({', '.join(parts)},)\n"
-    return compiled_source(source, f"<lagraph {node.name} outputs>", scope)["make"]
 
 
 def compiled_source(source: str, filename: str, scope: dict[str, Any]) -> dict[str, Any]:
@@ -283,8 +288,9 @@ def _key_source(node: Node) -> str:
 class Runner:
     """Runs one node's calls: warm ones through the plan cache, cold ones through validation."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, op_names: bool = True) -> None:
+        self.node, self.op_names = node, op_names
+        self.label = node.op if op_names else node.name
         source = _key_source(node)
         self.key = compiled_source(source, f"<lagraph {node.name} key>", {"layout": layout_class})[
             "key"
@@ -305,15 +311,15 @@ class Runner:
             found = None  # a missing tensor or a wrong rank: validation says which
         if found is None:
             self.bind(ins, req)
-            raise RuntimeError(f"{self.node.op}: key and validation disagree; please report this")
+            raise RuntimeError(f"{self.label}: key and validation disagree; please report this")
         key, T, N = found
         plan = self.plans.get(key) or self._build(ins, req, key)
         offsets = ins[self._offsets]
         if infer.VALIDATE or not offsets.is_cuda:
-            infer.check_offsets(offsets.tolist(), T, self.node.op)
+            infer.check_offsets(offsets.tolist(), T, self.label)
             if self._slots >= 0 and ins[self._slots] is not None:
                 rows = ins[self._state].shape[0]
-                infer.check_slots(ins[self._slots].tolist(), rows, self.node.op)
+                infer.check_slots(ins[self._slots].tolist(), rows, self.label)
         return plan, T, N
 
     def __call__(self, ins: Sequence[Any], req: Request) -> tuple[Any, ...]:
@@ -326,9 +332,9 @@ class Runner:
         return outs
 
     def bind(self, ins: Sequence[Any], req: Request) -> Bound:
-        """Full validation under the operator's names."""
+        """Full validation, in the caller's names."""
         return infer.bind(
-            self.node, metas_of(ins), req.options, label=self.node.op, op_names=True,
+            self.node, metas_of(ins), req.options, label=self.label, op_names=self.op_names,
             checkpoint_dtype=req.checkpoint_dtype,
         )  # fmt: skip
 

@@ -190,7 +190,7 @@ def select(problem: Problem, plan_name: str | None = None) -> PlanName:
         ranked = rank(problem)
         if ranked:
             return PlanName(ranked[0].plan)
-        raise NoEngine(_nothing_serves(problem))
+        raise NoEngine(nothing_serves(problem))
     pinned = PlanName.parse(plan_name)
     for row, verdict in zip(registry.ENGINES, verdicts(problem), strict=True):
         if verdict.plan != pinned.base:
@@ -232,7 +232,8 @@ def _title(problem: Problem) -> str:
     return f"{problem.family} {problem.direction} on {place}"
 
 
-def _nothing_serves(problem: Problem) -> str:
+def nothing_serves(problem: Problem) -> str:
+    """Why every engine declines, and which may be pinned."""
     found = verdicts(problem)
     why = "; ".join(
         f"{v.plan}: only when pinned" if v.ok else f"{v.plan}: {', '.join(v.reasons)}"

@@ -58,5 +58,5 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         factor_stages=int(knobs.get("factor_stages", 2)),
         scan_warps=int(knobs.get("scan_warps", 4)),
         scan_stages=int(knobs.get("scan_stages", 2)),
-        precision="tf32x3",
+        precision=str(knobs.get("precision", "tf32x3")),
     )
