@@ -9,7 +9,7 @@ from lagraph import registry
 from lagraph.problem import DIRECTIONS
 
 if TYPE_CHECKING:
-    from lagraph.node import Attr, Node, Port
+    from lagraph.node import Attr, Node, Output, Port
 
 __all__ = [
     "builder_docstring", "describe", "node_tables", "op_docstring", "op_stub", "ops_stub", "plan_table", "signature",
@@ -100,9 +100,9 @@ def _option_type(attr: Attr | None, name: str) -> tuple[str, str]:
     return type_name(attr.type), "" if attr.default is ... else repr(attr.default)
 
 
-def shape_text(port: Port) -> str:
-    """ "[T, H, K]", or alternatives."""
-    return " or ".join(f"[{', '.join(letters)}]" for letters in port.shapes.values())
+def shape_text(item: Port | Output) -> str:
+    """Shape of a port or an output: "[T, H, K]", or alternatives."""
+    return " or ".join(f"[{', '.join(part.split())}]" for part in item.shape.split("|"))
 
 
 def _wrap(text: str, indent: int) -> str:
@@ -117,9 +117,8 @@ def returns(node: Node) -> list[tuple[str, str]]:
     for out in node.outputs:
         if out.name == "O_pre":
             continue
-        shape = f"[{', '.join(out.shape.split())}]"
         when = f" (with {out.condition})" if out.condition else ""
-        rows.append((out.name, f"{shape}. {out.doc.rstrip('.')}{when}."))
+        rows.append((out.name, f"{shape_text(out)}. {out.doc.rstrip('.')}{when}."))
     return rows
 
 
@@ -215,8 +214,7 @@ def describe(node: Node) -> str:
     ])  # fmt: skip
     lines += ["", "Outputs"]
     lines += _columns([
-        (o.name, f"[{', '.join(o.shape.replace('|', 'or').split())}]", o.condition or "always",
-         o.doc) for o in node.outputs
+        (o.name, shape_text(o), o.condition or "always", o.doc) for o in node.outputs
     ])  # fmt: skip
     lines += ["", "Rules"]
     lines += [f"  {rule.name}" for rule in node.rules] or ["  none"]
@@ -259,8 +257,7 @@ def node_tables() -> str:
                 for a in node.attrs
             ]), ""]  # fmt: skip
             parts += [_table(("output", "shape", "exists", ""), [
-                (f"`{o.name}`", f"[{', '.join(o.shape.replace('|', 'or').split())}]",
-                 f"with `{o.condition}`" if o.condition else "always", o.doc)
+                (f"`{o.name}`", shape_text(o), f"with `{o.condition}`" if o.condition else "always", o.doc)
                 for o in node.outputs
             ]), ""]  # fmt: skip
             if node.rules:

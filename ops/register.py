@@ -12,6 +12,7 @@ tensors; Meta infers; vmap is refused.
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -300,6 +301,15 @@ def refuse_types(node: Node, names: Sequence[str], values: Sequence[Any]) -> Non
         )  # fmt: skip
 
 
+def static(value: Any) -> Any:
+    """A number that Dynamo holds as a symbol, made a constant (the graph is guarded on it)."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float.fromhex(value.hex())
+    return index(value) if isinstance(value, int) else value
+
+
 def _interner(node: Node, names: Sequence[str], fixed: dict[str, Any]) -> Callable[..., str]:
     """A cached function from option values to the canonical text of their request."""
     to_attr = {attr.op_name: attr.name for attr in node.attrs}
@@ -326,6 +336,16 @@ def _interner(node: Node, names: Sequence[str], fixed: dict[str, Any]) -> Callab
     return text
 
 
+def _static(node: Node, options: Sequence[str]) -> list[str]:
+    """Source that makes numbers static while a compiler traces."""
+    kinds = {attr.op_name: attr.type for attr in node.attrs}
+    numbers = [name for name in options if kinds.get(name) in (int, float, float | None)]
+    if not numbers:
+        return []
+    values = ", ".join(f"static({name})" for name in numbers)
+    return ["    if is_compiling():", f"        {', '.join(numbers)}, = {values},"]
+
+
 def public(node: Node) -> Callable[..., Any]:
     """The public function of a node: an explicit signature, generated, over one operator call."""
     from lagraph.doc import op_docstring, signature
@@ -348,10 +368,13 @@ def public(node: Node) -> Callable[..., Any]:
     body = [
         f"    if not ({' and '.join(checks)}):",
         f"        refuse_types(node, {tensors!r}, ({', '.join(tensors)},))",
+        *_static(node, options),
         f"    options = intern({', '.join(options)})",
     ]
     scope: dict[str, Any] = {
         "Tensor": torch.Tensor,
+        "is_compiling": torch.compiler.is_compiling,
+        "static": static,
         "intern": _interner(node, options, fixed),
         "node": node,
         "refuse_types": refuse_types,

@@ -35,12 +35,24 @@ class Config:
     precision: str
 
 
+# Architectures whose blocks get at most 99 KB of shared memory.
+SMALL_SHARED = frozenset({86, 87, 89, 120, 121})
+
+
 def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
+    """The configuration for a problem; a knob overrides the entry of its name."""
     size = problem.sizes
     wide = problem.io_dtype.itemsize == 4
+    large = max(size["K"], size["V"]) > 128
     key_gate = problem.traits.gate == "key"
-    largest = max(size["K"], size["V"])
-    chunk = int(knobs.get("chunk", 32 if wide or largest > 128 else 64))
+    small_shared = problem.arch in SMALL_SHARED
+
+    chunk = 64
+    if wide and large:
+        chunk = 16
+    elif wide or large or small_shared:
+        chunk = 32
+    chunk = int(knobs.get("chunk", chunk))
     every = getattr(problem.options, "checkpoint_every_n_tokens", 0)
     if every:
         chunk = gcd(chunk, every)
@@ -48,15 +60,15 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     queries = chunk // substeps
     if substeps * queries != chunk or queries < 16:
         queries = chunk
-    block_v = int(knobs.get("block_v", min(size["V"], 32 if largest > 128 or wide else 64)))
+
     return Config(
         chunk=chunk,
         queries=queries,
-        block_k=min(size["K"], int(knobs.get("block_k", 64))),
-        block_v=block_v,
+        block_k=min(size["K"], int(knobs.get("block_k", 32 if wide else 64))),
+        block_v=min(size["V"], int(knobs.get("block_v", 16 if wide else 64))),
         factor_warps=int(knobs.get("factor_warps", 8 if key_gate else 4)),
-        factor_stages=int(knobs.get("factor_stages", 2)),
-        scan_warps=int(knobs.get("scan_warps", 4)),
-        scan_stages=int(knobs.get("scan_stages", 2)),
+        factor_stages=int(knobs.get("factor_stages", 1 if wide else 2)),
+        scan_warps=int(knobs.get("scan_warps", 8 if wide or large else 4)),
+        scan_stages=int(knobs.get("scan_stages", 1 if wide else 2)),
         precision=str(knobs.get("precision", "tf32x3")),
     )

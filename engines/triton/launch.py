@@ -14,7 +14,7 @@ import torch
 
 from .config import choose
 from .kernels.factor import factor_head_kernel, factor_key_kernel
-from .kernels.scan import scan_kernel
+from .kernels.scan import scan_kernel, span_decay_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,6 +40,11 @@ class Scratch:
         return -(-slots * self.elements * self.dtype.itemsize // ALIGN) * ALIGN
 
 
+def _strides(rank: int, x: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of the leading axes, zeros for an absent tensor."""
+    return (0,) * rank if x is None else x.stride()[:rank]
+
+
 class _Plan:
     """What all directions share: sizes, options as kernel constants, and the factor stage."""
 
@@ -59,7 +64,6 @@ class _Plan:
         dt_max = getattr(options, "dt_max", None)
         self.dt_max = UNBOUNDED if dt_max is None or dt_max == inf else float(dt_max)
         self.query = "q" in problem.inputs
-        self.input_at = {name: i for i, name in enumerate(problem.inputs)}
         self.scratch = self._factor_scratch()
 
     # Scratch ------------------------------------------------------------------------------------
@@ -86,7 +90,9 @@ class _Plan:
         slots = self.slots(T, N)
         return sum(item.nbytes(slots) for item in self.scratch)
 
-    def carve(self, workspace: torch.Tensor | None, slots: int, like: torch.Tensor) -> dict[str, Any]:
+    def carve(
+        self, workspace: torch.Tensor | None, slots: int, like: torch.Tensor
+    ) -> dict[str, Any]:
         if workspace is None:
             total = sum(item.nbytes(slots) for item in self.scratch)
             workspace = torch.empty(total, dtype=torch.uint8, device=like.device)
@@ -142,8 +148,8 @@ class _Plan:
             factor_key_kernel[grid](
                 q, k, g, beta, x.get("a_log"), x.get("dt_bias"), cu,
                 ws["erase"], ws.get("query"), ws["key"], ws["decay"], ws["inverse"],
-                ws.get("scores"), N, T, self.scale, self.lower, cu.stride(0), s_qt, s_qh, s_kt, s_kh,
-                g.stride(0), g.stride(1), s_bt, s_bh,
+                ws.get("scores"), N, T, self.scale, self.lower, cu.stride(0),
+                s_qt, s_qh, s_kt, s_kh, g.stride(0), g.stride(1), s_bt, s_bh,
                 ERASE_KEY=self.problem.traits.erase == "key", **shape, **flags,
             )  # fmt: skip
             return
@@ -183,8 +189,6 @@ class _Plan:
         d, z, index, cu = x.get("d"), x.get("z"), x.get("state_indices"), x["cu_seqlens"]
         s_kt, s_ks, s_kh = (0, 0, 0) if self.key_gate else self.steps(k, 3)
         s_qt, s_qh = (0, 0) if self.key_gate or q is None else (q.stride(0), q.stride(1))
-        pair = lambda t: (t.stride(0), t.stride(1)) if t is not None else (0, 0)  # noqa: E731
-        state = lambda t: t.stride()[:3] if t is not None else (0, 0, 0)  # noqa: E731
         pool = h0 if h0 is not None else final
         block_v = min(config.block_v, width)
         s_d = (d.stride(0), d.stride(1) if d.dim() == 2 else 0) if d is not None else (0, 0)
@@ -194,8 +198,8 @@ class _Plan:
             h0, index, out, pre, final, checkpoints, cu,
             N, T, pool.shape[0] if pool is not None else 0,
             cu.stride(0), index.stride(0) if index is not None else 0,
-            s_qt, s_qh, s_kt, s_ks, s_kh, *self.steps(v, 3), *pair(w), *s_d, *pair(z),
-            *state(h0), *state(final), *pair(out), *pair(pre),
+            s_qt, s_qh, s_kt, s_ks, s_kh, *self.steps(v, 3), *_strides(2, w), *s_d, *_strides(2, z),
+            *_strides(3, h0), *_strides(3, final), *_strides(2, out), *_strides(2, pre),
             HV=self.problem.sizes.get("HV", self.HO), V=width, NS=self.substeps,
             K=self.K, C=config.chunk, CQ=config.queries, BV=block_v, **self.heads,
             KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity,
@@ -235,5 +239,13 @@ class SummaryPlan(_Plan):
         ws = self.carve(workspace, slots, x["g"])
         self.factor(x, ws, slots, T, N)
         self.scan(x, ws, T, N, final=y["final_state"])
-        if y.get("transition") is not None:
-            self.scan(x, ws, T, N, final=y["transition"], identity=True)
+        transition, cu = y.get("transition"), x["cu_seqlens"]
+        if transition is None:
+            return
+        if self.delta:
+            self.scan(x, ws, T, N, final=transition, identity=True)
+        else:
+            span_decay_kernel[(N * self.HO,)](
+                ws["rows"], cu, transition, N, T, cu.stride(0),
+                HO=self.HO, NS=self.substeps, C=self.config.chunk,
+            )  # fmt: skip

@@ -236,7 +236,9 @@ def within_reach(b_d):
 
 
 @triton.jit
-def _pair_scores(b_a, b_p, b_e, b_q, b_k, b_x, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr):
+def _pair_scores(
+    b_a, b_p, b_e, b_q, b_k, b_x, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr
+):
     b_col = tl.trans((b_k * b_x).to(IO))
     b_s = tl.dot((b_e * b_x).to(IO), b_col, input_precision=PREC)
     b_a += tl.where(m_pair, b_s, 0.0)
@@ -296,8 +298,8 @@ def factor_key_kernel(
         return
     IO: tl.constexpr = p_k.dtype.element_ty
     # Columns of a diagonal block reach 2^100: fp16 products of them run in tf32.
-    WIDE: tl.constexpr = tl.float32 if IO == tl.float16 else IO
-    WIDE_PREC: tl.constexpr = "tf32" if IO == tl.float16 else PREC
+    WIDE: tl.constexpr = tl.float32 if tl.float16 == IO else IO
+    WIDE_PREC: tl.constexpr = "tf32" if tl.float16 == IO else PREC
     o_i = tl.arange(0, C)
     m_t = i_c * C + o_i < length
     o_tok = begin + i_c * C + o_i

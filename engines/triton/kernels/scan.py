@@ -22,7 +22,7 @@ import triton.language as tl
 from .gate import sigmoid
 from .index import checkpoint_base, query_rows, sequence_span
 
-__all__ = ["scan_kernel"]
+__all__ = ["scan_kernel", "span_decay_kernel"]
 
 
 @triton.jit
@@ -145,7 +145,9 @@ def scan_kernel(
         o_tok = begin + o_t // NS
         if p_check is not None:
             if (i_c * C) % EVERY == 0:
-                tl.store(p_check + (i_c * C // EVERY) * (HO * V * K), b_s.to(p_check.dtype.element_ty))
+                tl.store(
+                    p_check + (i_c * C // EVERY) * (HO * V * K), b_s.to(p_check.dtype.element_ty)
+                )
 
         if KEY_GATE:
             o_tile = block * (C * K) + o_i[:, None] * K + o_k[None, :]
@@ -216,3 +218,21 @@ def scan_kernel(
     if p_ht is not None:
         p_tile = p_ht + i_s * s_fn + i_h * s_fh + o_v[:, None] * s_fv + o_k[None, :]
         tl.store(p_tile, b_s.to(p_ht.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def span_decay_kernel(
+    p_rows, p_cu, p_out, N, T, s_cu, HO: tl.constexpr, NS: tl.constexpr, C: tl.constexpr
+):
+    """log2 of a sequence's whole decay, [N, HO]: the sum of G at the end of its chunks."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % HO
+    i_n = pid // HO
+    _, length, first = sequence_span(p_cu, s_cu, i_n, T, C, NS)
+    chunks = tl.cdiv(length, C)
+    b_sum = tl.zeros([128], tl.float32)
+    for i_0 in range(0, chunks, 128):
+        o_c = i_0 + tl.arange(0, 128)
+        p_end = p_rows + ((first + o_c) * HO + i_h) * (4 * C) + (4 * C - 1)
+        b_sum += tl.load(p_end, mask=o_c < chunks, other=0.0)
+    tl.store(p_out + pid, tl.sum(b_sum))
