@@ -191,10 +191,11 @@ class Plan:
         outs = [
             "None" if shape == "None"
             else f"ins[{node.input_names.index('initial_state')}]" if at == self.aliases
-            else f"empty({shape}, dtype=dtypes[{at}], device=device)"
+            else f"empty({shape}, dtype=dtype{at}, device=device)"
             for at, shape in enumerate(shapes)
         ]  # fmt: skip
-        scope = {"empty": torch.empty, "dtypes": self.dtypes, "device": self.device}
+        scope = {"empty": torch.empty, "device": self.device}
+        scope |= {f"dtype{at}": dtype for at, dtype in enumerate(self.dtypes)}
         source = (
             f"def shapes(ins, T, N):\n    return ({', '.join(shapes)},)\n"
             f"def allocate(ins, T, N):\n    return ({', '.join(outs)},)\n"
@@ -248,36 +249,44 @@ def _key_source(node: Node) -> str:
     lines = [f"def key(request, {', '.join(args)}):"]
     lines += [f"    T = {at['g']}.shape[0]", f"    N = {at['cu_seqlens']}.shape[0] - 1"]
     parts, checks = ["request.text"], []
-    pool = f"{at['state_indices']} is not None" if "state_indices" in at else "False"
+    pool = f"{at['state_indices']} is not None" if "state_indices" in at else ""
     for port, x in zip(node.inputs, args, strict=True):
         i = x[1:]
         ranks = port.shapes
         head = next(iter(ranks.values()))[0]
-        bound = {
+        dynamic = {
             "T": f"s{i}[0] == T",
             "N": f"s{i}[0] == N",
             "T*n": f"s{i}[0] == (T if len(s{i}) == {max(ranks)} else T * request.n)",
             "R": f"s{i}[0] == max(T * request.n // (request.every or 1) + N, 1)",
         }.get(head)
-        if port.role == "state" and pool != "False":
-            bound = f"({pool} or {bound})"
-        tail = f"s{i}[1:]" if head in ("T", "N", "N+1", "T*n", "R") else f"s{i}"
-        rank = f"len(s{i}), " if len(ranks) > 1 else ""
-        value = f"{x}.dtype, {rank}{tail}, 0 if {x}.is_contiguous() else layout({x}), {x}.get_device()"
+        if port.role == "state" and pool:
+            dynamic = f"({pool} or {dynamic})"
+        # Unpacking checks the rank and is cheaper than a slice.
+        dims = [f"d{i}_{j}" for j in range(1, min(ranks))]
+        first = "_" if dynamic or head == "N+1" else f"d{i}_0"
+        if len(ranks) > 1:
+            read, static = f"s{i} = {x}.shape", f"len(s{i}), s{i}[1:]" if dynamic else f"s{i}"
+        else:
+            read = f"s{i} = {first}, {', '.join(dims)} = {x}.shape" if dims else (
+                f"s{i} = {first}, = {x}.shape"
+            )
+            static = ", ".join(dims if dynamic or head == "N+1" else [first, *dims])
+        value = ", ".join(
+            part for part in (
+                f"{x}.dtype", static, f"0 if {x}.is_contiguous() else layout({x})",
+                f"{x}.get_device()",
+            ) if part
+        )  # fmt: skip
         if port.optional:
-            lines += [
-                f"    if {x} is None:",
-                f"        k{i} = None",
-                "    else:",
-                f"        s{i} = {x}.shape",
-                *([f"        if not {bound}:", "            return None"] if bound else []),
-                f"        k{i} = ({value})",
-            ]
+            lines += [f"    if {x} is None:", f"        k{i} = None", "    else:", f"        {read}"]
+            lines += [f"        if not {dynamic}:", "            return None"] if dynamic else []
+            lines.append(f"        k{i} = ({value})")
             parts.append(f"k{i}")
         else:
-            lines.append(f"    s{i} = {x}.shape")
-            if bound and port.name != "g":
-                checks.append(bound)
+            lines.append(f"    {read}")
+            if dynamic and port.name != "g":
+                checks.append(dynamic)
             parts.append(value)
     if checks:
         lines += [f"    if not ({' and '.join(checks)}):", "        return None"]
@@ -301,13 +310,13 @@ class Runner:
         self._slots = (
             node.input_names.index("state_indices") if "state_indices" in node.port else -1
         )
-        self._state = node.input_names.index("initial_state") if self._slots >= 0 else -1
+        self.state_at = node.input_names.index("initial_state") if self._slots >= 0 else -1
 
     def find(self, ins: Sequence[Any], req: Request) -> tuple[Plan, int, int]:
         """The plan of a call, with T and N. Raises before anything runs."""
         try:
             found = self.key(req, *ins)
-        except (AttributeError, IndexError, TypeError):
+        except (AttributeError, IndexError, TypeError, ValueError):
             found = None  # a missing tensor or a wrong rank: validation says which
         if found is None:
             self.bind(ins, req)
@@ -318,7 +327,7 @@ class Runner:
         if infer.VALIDATE or not offsets.is_cuda:
             infer.check_offsets(offsets.tolist(), T, self.label)
             if self._slots >= 0 and ins[self._slots] is not None:
-                rows = ins[self._state].shape[0]
+                rows = ins[self.state_at].shape[0]
                 infer.check_slots(ins[self._slots].tolist(), rows, self.label)
         return plan, T, N
 

@@ -21,6 +21,7 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from lagraph import infer, plan, select
 from lagraph.errors import DtypeMismatch, NotDifferentiable, RuleBroken
 from lagraph.plan import Runner, compiled_source, metas_of, parse_request, request
+from lagraph.problem import DIRECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,13 +40,10 @@ def register(family: Family) -> dict[str, Callable[..., Any]]:
     functions = _DONE.get(family.name)
     if functions is None:
         forward = family.node("forward")
-        _Operator(forward)
-        _Operator(forward, in_place=True)
-        for direction in ("backward", "summary", "summary_backward"):
-            _Operator(family.node(direction))  # type: ignore[arg-type]
+        operators = {d: _Operator(family.node(d)) for d in DIRECTIONS}
+        in_place = _Operator(forward, in_place=True)
         functions = _DONE[family.name] = {
-            family.node(direction).op: public(family.node(direction))  # type: ignore[arg-type]
-            for direction in ("forward", "summary", "summary_backward")
+            family.node(d).op: public(operators[d], in_place) for d in DIRECTIONS if d != "backward"
         }
     return functions
 
@@ -62,6 +60,8 @@ class _Operator:
         self.returns = [o for o in node.outputs if not (in_place and o.name == "final_state")]
         self._kept = [node.outputs.index(out) for out in self.returns]
         self._pad = (None,) * (len(node.inputs) - len(self.ports))
+        self._requests: dict[str, plan.Request] = {}
+        self.function: type[torch.autograd.Function] | None = None
         self._register()
         self.op = getattr(torch.ops.lagraph, self.name).default
 
@@ -89,15 +89,19 @@ class _Operator:
 
     def run(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """The kernel of every backend: find the plan, run it."""
-        *ins, text = args
-        req = parse_request(self.node, text)
-        outs = self.runner((*ins, *self._pad), req)
+        text = args[-1]
+        req = self._requests.get(text) or self._request(text)
+        outs = self.runner(args[:-1] + self._pad, req)
         if self.in_place:
-            state = ins[self.runner._state]
+            state = args[self.runner.state_at]
             if not state.is_inference():
                 torch.autograd.graph.increment_version(state)
-        like = ins[0]
-        return tuple([like.new_empty(0) if outs[i] is None else outs[i] for i in self._kept])
+            outs = [outs[i] for i in self._kept]
+        return tuple([args[0].new_empty(0) if out is None else out for out in outs])
+
+    def _request(self, text: str) -> plan.Request:
+        found = self._requests[text] = parse_request(self.node, text)
+        return found
 
     def fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Shapes and dtypes of the outputs, by the same inference as the real call."""
@@ -143,6 +147,7 @@ class _Operator:
         else:
             function = None
         refuse = self.in_place
+        self.function = function
 
         def run(*args: Any) -> Any:
             if torch.is_grad_enabled() and (function is not None or refuse):
@@ -346,10 +351,15 @@ def _static(node: Node, options: Sequence[str]) -> list[str]:
     return ["    if is_compiling():", f"        {', '.join(numbers)}, = {values},"]
 
 
-def public(node: Node) -> Callable[..., Any]:
-    """The public function of a node: an explicit signature, generated, over one operator call."""
+def public(operator: _Operator, in_place: _Operator) -> Callable[..., Any]:
+    """The public function of an operator: an explicit signature, generated, over one call of it.
+
+    What the Autograd key would find out in Python is decided before the call, where nothing but
+    plain eager mode is active: it saves a crossing of the boundary.
+    """
     from lagraph.doc import op_docstring, signature
 
+    node = operator.node
     family, forward = node.family, node.direction == "forward"
     order = [name for name in family.op_order[node.direction] if name != "*"]
     ports = {port.op_name: port for port in node.inputs}
@@ -378,13 +388,32 @@ def public(node: Node) -> Callable[..., Any]:
         "intern": _interner(node, options, fixed),
         "node": node,
         "refuse_types": refuse_types,
-        "op": getattr(torch.ops.lagraph, node.op).default,
+        "op": operator.op,
     }
     if forward:
-        scope["op_inplace"] = getattr(torch.ops.lagraph, node.op + IN_PLACE).default
+        if operator.function is None:
+            raise RuntimeError(f"{node.op}: no autograd formula")
+        scope |= {
+            "op_inplace": in_place.op,
+            "differentiable": operator.function.apply,
+            "below_autograd": below_autograd,
+            "is_grad_enabled": torch.is_grad_enabled,
+            "transforms": torch._C._are_functorch_transforms_active,
+            "autocast": torch._C._is_any_autocast_enabled,
+        }
+        floating = [n for n in tensors if ports[n].grad and not ports[n].optional]
+        maybe = [n for n in tensors if ports[n].grad and ports[n].optional]
+        needs = [f"{n}.requires_grad" for n in floating]
+        needs += [f"({n} is not None and {n}.requires_grad)" for n in maybe]
         body += [
             "    if state_indices is None and not overwrite_initial_state:",
-            f"        out = op({arguments('pool')}, options)",
+            "        if is_compiling() or transforms() or autocast():",
+            f"            out = op({arguments('pool')}, options)",
+            f"        elif is_grad_enabled() and ({' or '.join(needs)}):",
+            f"            out = differentiable({arguments('pool')}, options)",
+            "        else:",
+            "            with below_autograd():",
+            f"                out = op({arguments('pool')}, options)",
             "        O, final_state, rows = out[0], out[1], out[2]",
             "    else:",
             f"        out = op_inplace({arguments()}, options)",

@@ -191,18 +191,18 @@ def run_chunks(
     """Outputs [B, HO, C, V] of a tile's chunks (None without q), the states [B, HO, V, K] that
     chunks are entered with, and those at the end; s [N, HO, V, K] enters the tile."""
     decay = HeadDecay(x.g) if x.g.dim() == 3 else KeyDecay(x.g)
+    rows = [a for a in (x.erase, x.q) if a is not None]
+    scores = list(decay.scores(x.k, *rows))
     r, w = x.write, None
     if x.erase is not None:
-        a, (w, factor) = decay.scores(x.erase, x.k), decay.enter(x.erase)
+        a, (w, factor) = scores.pop(0), decay.enter(x.erase)
         if x.amount is not None:
             a, factor = a * x.amount, x.amount if factor is None else factor * x.amount
         if factor is not None:
-            heads = factor.unflatten(1, (w.shape[1], -1))
-            w = (w.unsqueeze(2) * heads).flatten(1, 2)
+            w = (w.unsqueeze(2) * factor.unflatten(1, (w.shape[1], -1))).flatten(1, 2)
         r, w = Solve.apply(a, r, w)
     solved, entry, s = Scan.apply(r, w, *decay.leave(x.k), decay.total, s, counts)
     if x.q is None:
         return None, entry, s
     r = r if solved is None else solved
-    y = Output.apply(*decay.enter(x.q), entry, decay.scores(x.q, x.k), r, blank)
-    return y, entry, s
+    return Output.apply(*decay.enter(x.q), entry, scores[0], r, blank), entry, s

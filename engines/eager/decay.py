@@ -4,7 +4,7 @@ Shapes: B chunks, h key heads, HO heads of gates and state, C rows of a chunk, K
 Exponents are sums of log decays over the very rows that they span, so that they are at most 0
 wherever g <= 0, keep their relative accuracy, and leave nothing to cancel in the gates' gradients.
 Both classes have the same methods:
-    scores(a, b)   P_ij = sum_d a_id b_jd decay_d(j -> i) for i >= j, else 0     [B, HO, C, C]
+    scores(b, *as) P_ij = sum_d a_id b_jd decay_d(j -> i) for i >= j, else 0, [B, HO, C, C], of every a
     enter(a)       a_i decay(entry -> i), as rows and a factor [B, HO, C, 1] that they still lack
     leave(k)       k_i decay(i -> end), likewise
     total          log decay over the chunk                            [B, HO, 1, 1] or [B, HO, 1, K]
@@ -13,6 +13,7 @@ Both classes have the same methods:
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -55,10 +56,10 @@ class HeadDecay:
         gaps = torch.where(after, sums[..., :, None] - sums[..., None, :], above)
         self.pairs = bounded_exp(gaps.to(dtype))
 
-    def scores(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def scores(self, b: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the module."""
-        dots = (a @ b.mT).unsqueeze(2)
-        return (dots * self.pairs.unflatten(1, (a.shape[1], -1))).flatten(1, 2)
+        pairs = self.pairs.unflatten(1, (b.shape[1], -1))
+        return tuple(((a @ b.mT).unsqueeze(2) * pairs).flatten(1, 2) for a in rows)
 
     def enter(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See the module."""
@@ -70,21 +71,94 @@ class HeadDecay:
 
 
 @lru_cache(maxsize=32)
-def _spans(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Which gates make up the exponents of `KeyDecay`, as zeros and ones [2 + log2 C, C, C].
+def _spans(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Which gates make up the exponents of `KeyDecay`, as zeros and ones.
 
-    Part 0: rows up to and with i. Part 1: rows after i. Then, for blocks of s = 2, 4, .., C rows
-    whose second half starts at row m: rows m to i if i is in it, else rows after i and before m.
+    [C, C]: rows up to and with i. [C, C]: rows after i. [log2(C) C, C]: for blocks of 2, 4, .., C
+    rows whose second half starts at row m, rows m to i if i is in it, else rows after i before m.
     """
     i = torch.arange(rows, device=device)[:, None]
     t = torch.arange(rows, device=device)[None, :]
-    parts = [t <= i, t > i]
-    size = 2
-    while size <= rows:
-        m = i // size * size + size // 2
-        parts.append(torch.where(i >= m, (t >= m) & (t <= i), (t > i) & (t < m)))
-        size *= 2
-    return torch.stack(parts).to(dtype)
+    halves = [torch.empty(0, rows, dtype=torch.bool, device=device)]
+    for level in range(rows.bit_length() - 1):
+        m = (i >> (level + 1) << (level + 1)) + (1 << level)
+        halves.append(torch.where(i >= m, (t >= m) & (t <= i), (t > i) & (t < m)))
+    return (t <= i).to(dtype), (t > i).to(dtype), torch.cat(halves).to(dtype)
+
+
+class SpanExp(torch.autograd.Function):
+    """exp(spans @ g), [B, HO, R, K] for spans [R, C] and g [B, HO, C, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, g: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
+        decays = bounded_exp(spans @ g)
+        ctx.save_for_backward(decays, spans)
+        return decays
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        decays, spans = ctx.saved_tensors
+        return spans.mT @ (grad * decays), None
+
+
+class Pairs(torch.autograd.Function):
+    """Scores of `KeyDecay` between b and each a, all [B, HO, C, K], for decays to the rows between
+    halves [B, HO, log2(C) C, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, halves: torch.Tensor, b: torch.Tensor, *rows: torch.Tensor) -> Any:
+        ctx.save_for_backward(halves, b, *rows)
+        scores = tuple(b.new_zeros(*b.shape[:3], b.shape[2]) for _ in rows)
+        for p, a in zip(scores, rows, strict=True):
+            p.diagonal(dim1=-2, dim2=-1).copy_((a * b).sum(-1))
+        for level in range(b.shape[2].bit_length() - 1):
+            low, high = _halves(_level(halves, level, b.shape[2]), level)
+            right = (_halves(b, level)[1] * high).mT
+            for p, a in zip(scores, rows, strict=True):
+                _corners(p, level).copy_((_halves(a, level)[0] * low) @ right)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        halves, b, *rows = ctx.saved_tensors
+        size = b.shape[2]
+        diagonals = [dp.diagonal(dim1=-2, dim2=-1)[..., None] for dp in grads]
+        das = [d * b for d in diagonals]
+        db = sum(d * a for d, a in zip(diagonals, rows, strict=True))
+        dhalves = torch.empty_like(halves)
+        for level in range(size.bit_length() - 1):
+            low, high = _halves(_level(halves, level, size), level)
+            dlow, dhigh = _halves(_level(dhalves, level, size), level)
+            b_high = _halves(b, level)[1]
+            right, dright, dleft_a = b_high * high, 0.0, 0.0
+            for dp, a, da in zip(grads, rows, das, strict=True):
+                corner, a_low = _corners(dp, level), _halves(a, level)[0]
+                dleft = corner @ right
+                dright = dright + corner.mT @ (a_low * low)
+                dleft_a = dleft_a + dleft * a_low
+                _halves(da, level)[0].addcmul_(dleft, low)
+            dlow.copy_(dleft_a)
+            torch.mul(dright, b_high, out=dhigh)
+            _halves(db, level)[1].addcmul_(dright, high)
+        return dhalves, db, *das
+
+
+def _level(halves: torch.Tensor, level: int, size: int) -> torch.Tensor:
+    return halves[:, :, level * size : (level + 1) * size]
+
+
+def _halves(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lower (later) and upper (earlier) halves of blocks of 2^(level + 1) rows, each
+    [B, HO, blocks, 2^level, K], of x [B, HO, C, K]."""
+    upper, lower = x.unflatten(2, (-1, 2, 1 << level)).unbind(3)
+    return lower, upper
+
+
+def _corners(p: torch.Tensor, level: int) -> torch.Tensor:
+    """Where lower halves meet upper halves in p [B, HO, C, C], [B, HO, blocks, 2^level, 2^level]."""
+    shape = (-1, 2, 1 << level)
+    blocks = p.unflatten(3, shape).unflatten(2, shape).diagonal(dim1=2, dim2=5)
+    return blocks[:, :, 1, :, 0].movedim(-1, 2)
 
 
 class KeyDecay:
@@ -96,22 +170,14 @@ class KeyDecay:
     """
 
     def __init__(self, g: torch.Tensor) -> None:
-        rows = g.shape[-2]
-        spans = _spans(rows, g.dtype, g.device)
-        self.total = spans.new_ones(1, rows) @ g
-        parts = bounded_exp((spans.flatten(0, 1) @ g).unflatten(2, (-1, rows)))
-        self.entered, self.left, *self.halves = parts.unbind(2)
+        upto, after, halves = _spans(g.shape[2], g.dtype, g.device)
+        self.total = upto[-1:] @ g
+        self.entered, self.left = SpanExp.apply(g, upto), SpanExp.apply(g, after)
+        self.halves = SpanExp.apply(g, halves)
 
-    def scores(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def scores(self, b: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the module."""
-        p = (a * b).sum(-1)[..., None, None]
-        for half in self.halves:
-            shape = (-1, 2, p.shape[-1])
-            low, high, half = (x.unflatten(2, shape).unbind(3) for x in (a, b, half))
-            corner = (low[1] * half[1]) @ (high[0] * half[0]).mT
-            top = torch.cat([p[:, :, 0::2], torch.zeros_like(corner)], -1)
-            p = torch.cat([top, torch.cat([corner, p[:, :, 1::2]], -1)], -2)
-        return p.squeeze(2)
+        return Pairs.apply(self.halves, b, *rows)
 
     def enter(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See the module."""

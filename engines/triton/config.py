@@ -20,9 +20,13 @@ __all__ = ["Config", "choose"]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """chunk: steps a chunk; queries: query rows of a chunk; block_k: K-block of the factor kernel;
-    block_v: V-slice of the serial kernels; *_warps, *_stages: launch shape of each kernel; precision:
-    how fp32 operands are multiplied."""
+    """Tiles and launch shapes.
+
+    chunk: steps a chunk; queries: query rows of a chunk.
+    block_k: K-block of the factor kernels; block_v: V-slice of the serial kernels.
+    *_warps, *_stages: launch shape of each kernel.
+    precision: how fp32 operands are multiplied.
+    """
 
     chunk: int
     queries: int

@@ -115,7 +115,7 @@ def factor_head_kernel(
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
     slot = pid // HO
-    i_n, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, NS)
+    _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, NS)
     if i_c < 0:
         return
     o_i = tl.arange(0, C)
@@ -141,10 +141,9 @@ def factor_head_kernel(
     # Scores of raw rows.
     p_kh = p_k + (i_h // (HO // HK)) * s_kh
     s_ki = o_tok * s_kt + o_sub * s_ks
+    b_rk = tl.full([C], 1.0, tl.float32)
     if NORM:
         b_rk = _inverse_norm(p_kh, s_ki, m_t, K, BK)
-    else:
-        b_rk = tl.full([C], 1.0, tl.float32)
     p_row = p_rows + (slot * HO + i_h) * (4 * C)
     if QUERY:
         i_tq, o_iq, m_q = query_rows(i_c, length, C, CQ, NS)
@@ -218,7 +217,7 @@ def pair_decay(b_gc, B: tl.constexpr):
 
 @triton.jit
 def pair_mask(C: tl.constexpr, B: tl.constexpr):
-    """Where a pairing level of block size B holds: row in an odd block, column in the one before."""
+    """Where a pairing level holds: row in an odd block of B steps, column in the block before."""
     o_i = tl.arange(0, C) // B
     return (o_i[:, None] % 2 == 1) & (o_i[None, :] == o_i[:, None] - 1)
 
@@ -293,7 +292,7 @@ def factor_key_kernel(
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
     slot = pid // HO
-    i_n, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, 1)
+    _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, 1)
     if i_c < 0:
         return
     IO: tl.constexpr = p_k.dtype.element_ty

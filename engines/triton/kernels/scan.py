@@ -143,7 +143,7 @@ def scan_kernel(
         o_t = i_c * C + o_i
         m_t = o_t < length
         o_tok = begin + o_t // NS
-        if p_check is not None:
+        if p_check is not None:  # noqa: SIM102 (only the inner test is a run-time one)
             if (i_c * C) % EVERY == 0:
                 tl.store(
                     p_check + (i_c * C // EVERY) * (HO * V * K), b_s.to(p_check.dtype.element_ty)
