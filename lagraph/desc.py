@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from lagraph.errors import InvalidOption
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DYNAMIC", "TensorDesc", "data_type", "dtype_name", "layout_class", "to_torch_dtype"]
+__all__ = [
+    "DYNAMIC", "TensorDesc", "data_type", "dtype_name", "layout_class", "row_major", "to_data_type",
+    "to_torch_dtype",
+]  # fmt: skip
 
 DYNAMIC = frozenset({"T", "N"})
 
@@ -34,35 +39,37 @@ class data_type(enum.Enum):  # noqa: N801  (cuDNN's spelling)
     INT8 = torch.int8
     UINT8 = torch.uint8
     BOOLEAN = torch.bool
+    FP8_E4M3 = torch.float8_e4m3fn
+    FP8_E5M2 = torch.float8_e5m2
 
 
 _BY_TORCH = {member.value: member for member in data_type if member.value is not None}
 
 
-def to_torch_dtype(value: Any) -> torch.dtype | None:
-    """`torch.dtype` of a dtype given as torch's, as `data_type`, or as a name ("bfloat16")."""
-    if value is None or isinstance(value, torch.dtype):
-        return value
-    if isinstance(value, data_type):
-        return value.value
+def to_torch_dtype(
+    value: Any, op: str = "tensor", argument: str = "data_type"
+) -> torch.dtype | None:
+    """`torch.dtype` of a dtype given as torch's, as `data_type`, or as a name ("bfloat16").
+
+    Raises `InvalidOption`, about this argument of this op.
+    """
+    found = value.value if isinstance(value, data_type) else value
     if isinstance(value, str):
-        by_name = getattr(torch, value.removeprefix("torch."), None)
-        if isinstance(by_name, torch.dtype):
-            return by_name
+        found = getattr(torch, value.removeprefix("torch."), value)
         if value in data_type.__members__:
-            return data_type[value].value
-    raise TypeError(f"data_type: expected a torch.dtype or lagraph.data_type, got {value!r}.")
+            found = data_type[value].value
+    if found is None or (isinstance(found, torch.dtype) and found in _BY_TORCH):
+        return found
+    raise InvalidOption(
+        op, argument, expected="a torch.dtype or a lagraph.data_type", got=repr(value),
+        mend=f"Take one of {', '.join(data_type.__members__)}",
+    )  # fmt: skip
 
 
 def to_data_type(value: Any) -> data_type:
     """The `data_type` member of a dtype in any of the accepted spellings."""
     dtype = to_torch_dtype(value)
-    if dtype is None:
-        return data_type.NOT_SET
-    try:
-        return _BY_TORCH[dtype]
-    except KeyError:
-        raise TypeError(f"data_type: expected one of {list(data_type)}, got {dtype}.") from None
+    return data_type.NOT_SET if dtype is None else _BY_TORCH[dtype]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -123,11 +130,11 @@ class TensorDesc(BaseModel):
     @classmethod
     def _sizes(cls, dim: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
         if dim is not None and any(size is not None and size < 0 for size in dim):
-            raise ValueError(f"dims must be >= 0, or None for an open T or N, got {dim}")
+            raise ValueError("sizes >= 0, or None for an open T or N")
         return dim
 
     @model_validator(mode="after")
     def _ranks(self) -> TensorDesc:
         if self.stride is not None and self.dim is not None and len(self.stride) != len(self.dim):
-            raise ValueError(f"stride {self.stride} and dim {self.dim} differ in rank")
+            raise ValueError(f"{len(self.dim)} strides, as many as dims")
         return self

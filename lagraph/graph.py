@@ -26,7 +26,14 @@ import torch
 from pydantic import ValidationError
 
 from lagraph import infer, plan, registry, select
-from lagraph.desc import TensorDesc, data_type, dtype_name, row_major, to_data_type, to_torch_dtype
+from lagraph.desc import (
+    TensorDesc,
+    data_type,
+    dtype_name,
+    row_major,
+    to_data_type,
+    to_torch_dtype,
+)
 from lagraph.errors import (
     DeviceMismatch,
     DtypeMismatch,
@@ -38,6 +45,7 @@ from lagraph.errors import (
     ShapeMismatch,
 )
 from lagraph.infer import Meta
+from lagraph.node import expected_text
 from lagraph.plan import Plan, Request, compiled_source, problem_of, request
 
 if TYPE_CHECKING:
@@ -45,6 +53,8 @@ if TYPE_CHECKING:
 
     from lagraph.node import Node
     from lagraph.problem import Problem
+
+DataType = data_type  # `Tensor.data_type` hides the name inside the class
 
 __all__ = [
     "Explanation", "Graph", "Handle", "Tensor", "build_plan_policy", "create_handle",
@@ -101,7 +111,6 @@ class Tensor:
     def __init__(self, graph: Graph, desc: TensorDesc, *, is_virtual: bool, user_uid: bool) -> None:
         self._graph, self._desc = graph, desc
         self._virtual, self._user_uid = is_virtual, user_uid
-        self._stride_given = desc.stride is not None
         self._dtype_given = desc.data_type is not None
         self.data: Any = None  # what a port was given instead of a tensor of the graph
 
@@ -123,19 +132,13 @@ class Tensor:
         return row_major(self._desc.dim)
 
     @property
-    def data_type(self) -> data_type:
+    def data_type(self) -> DataType:
         """The element type, `NOT_SET` while unknown."""
         return to_data_type(self._desc.data_type)
 
     def _change(self, **fields: Any) -> Tensor:
         self._graph._mutable(f"change tensor {self.name!r}")
-        try:
-            self._desc = TensorDesc(**(self._desc.model_dump() | fields))
-        except ValidationError as error:
-            raise InvalidOption(
-                f"tensor {self.name!r}", ", ".join(fields), expected="a valid descriptor",
-                got=str(error.errors(include_url=False)[0]["msg"]),
-            ) from None  # fmt: skip
+        self._desc = _described(self.name, self._desc.model_dump() | fields)
         return self
 
     def set_output(self, value: bool = True) -> Tensor:
@@ -150,28 +153,30 @@ class Tensor:
 
     def set_data_type(self, value: Any) -> Tensor:
         """Element type: a `data_type`, or a torch.dtype."""
-        self._dtype_given = True
-        return self._change(data_type=to_torch_dtype(value))
+        dtype = to_torch_dtype(value, f"tensor {self.name!r}")
+        self._change(data_type=dtype)._dtype_given = dtype is not None
+        return self
 
     def set_name(self, name: str) -> Tensor:
         """A name, unique in the graph."""
+        self._graph._mutable(f"change tensor {self.name!r}")
         self._graph._claim_name(name, self)
         return self._change(name=name)
 
     def set_uid(self, uid: int) -> Tensor:
         """A uid, unique in the graph; one that the graph gave itself moves out of the way."""
+        self._graph._mutable(f"change tensor {self.name!r}")
         self._graph._claim_uid(uid, self)
-        self._user_uid = True
-        return self._change(uid=uid)
+        self._change(uid=uid)._user_uid = True
+        return self
 
     def set_dim(self, dim: Sequence[int | None]) -> Tensor:
         """Dims; given ones are checked against what the node infers."""
-        return self._change(dim=tuple(dim))
+        return self._change(dim=dim)
 
     def set_stride(self, stride: Sequence[int]) -> Tensor:
         """Strides in elements."""
-        self._stride_given = True
-        return self._change(stride=tuple(stride))
+        return self._change(stride=stride)
 
     def get_name(self) -> str:
         """The name."""
@@ -189,7 +194,7 @@ class Tensor:
         """Strides, declared or dense."""
         return list(self.stride or ())
 
-    def get_data_type(self) -> data_type:
+    def get_data_type(self) -> DataType:
         """The element type."""
         return self.data_type
 
@@ -203,6 +208,28 @@ class Tensor:
             f"<Tensor {self.name!r} uid={self.uid} dim={list(self.dim or ())} "
             f"{'virtual ' if self._virtual else ''}{dtype_name(dtype) if dtype else 'NOT_SET'}>"
         )
+
+
+def _described(name: str, fields: dict[str, Any]) -> TensorDesc:
+    """A descriptor; `InvalidOption` says which of its fields is wrong."""
+    for key in ("dim", "stride"):
+        if isinstance(fields[key], (list, torch.Size)):
+            fields[key] = tuple(fields[key])
+    try:
+        return TensorDesc(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else "stride"
+        raise InvalidOption(
+            f"tensor {name!r}", field, expected=expected_text(first["msg"]),
+            got=repr(fields[field]), mend=_DESC_MENDS.get(field, f"Give {field} such a value"),
+        ) from None  # fmt: skip
+
+
+_DESC_MENDS = {
+    "dim": "Dims are sizes, or None for an open T or N",
+    "stride": "Strides are counted in elements, one for each dim",
+}
 
 
 @dataclass(frozen=True)
@@ -242,9 +269,11 @@ class Graph:
         device: str | torch.device | None = None,
     ) -> None:
         self.name, self.handle, self.sm_version = name, handle, sm_version
-        self.io_data_type = to_torch_dtype(io_data_type)
-        self.intermediate_data_type = to_torch_dtype(intermediate_data_type)
-        self.compute_data_type = to_torch_dtype(compute_data_type)
+        self.io_data_type = to_torch_dtype(io_data_type, "Graph", "io_data_type")
+        self.intermediate_data_type = to_torch_dtype(
+            intermediate_data_type, "Graph", "intermediate_data_type"
+        )
+        self.compute_data_type = to_torch_dtype(compute_data_type, "Graph", "compute_data_type")
         if self.compute_data_type not in (None, torch.float32, torch.float64):
             raise InvalidOption(
                 "Graph", "compute_data_type", expected="FLOAT or DOUBLE", got=str(compute_data_type),
@@ -282,22 +311,17 @@ class Graph:
     ) -> Tensor:
         """Declare an input. dim may hold None for an open T or N; strides default to dense."""
         self._mutable("declare a tensor")
-        dtype = to_torch_dtype(data_type)
-        name = name or f"tensor_{len(self._tensors)}"
+        name = name or self._new_name()
+        dtype = to_torch_dtype(data_type, f"tensor {name!r}")
         self._claim_name(name, None)
         user_uid = uid is not None and uid != -1
+        if dim is None:
+            raise InvalidOption(f"tensor {name!r}", "dim", expected="a list of sizes", got="None",
+                                mend=_DESC_MENDS["dim"])  # fmt: skip
+        desc = _described(name, {"name": name, "uid": uid if user_uid else self._new_uid(),
+                                 "dim": dim, "stride": stride, "data_type": dtype})  # fmt: skip
         if user_uid:
-            self._claim_uid(uid, None)  # type: ignore[arg-type]
-        try:
-            desc = TensorDesc(
-                name=name, uid=uid if user_uid else self._new_uid(), dim=tuple(dim),
-                stride=None if stride is None else tuple(stride), data_type=dtype,
-            )  # fmt: skip
-        except ValidationError as error:
-            raise InvalidOption(
-                f"tensor {name!r}", "dim", expected="dims and strides of one rank",
-                got=str(error.errors(include_url=False)[0]["msg"]), mend="Mend the descriptor",
-            ) from None  # fmt: skip
+            self._claim_uid(desc.uid, None)
         made = Tensor(self, desc, is_virtual=is_virtual, user_uid=user_uid)
         self._tensors.append(made)
         return made
@@ -309,10 +333,17 @@ class Graph:
                 template.dim or (), template.desc.stride, template.desc.data_type,
                 is_virtual, name=name,
             )  # fmt: skip
-        data = as_tensor(template)
+        data = as_tensor(template, "tensor_like", "template")
         if self._device is None and data.device.type != "meta":
             self._device = data.device
         return self.tensor(data.shape, data.stride(), data.dtype, is_virtual, name=name)
+
+    def _new_name(self) -> str:
+        taken = {t.name for t in self._tensors}
+        at = len(self._tensors)
+        while f"tensor_{at}" in taken:
+            at += 1
+        return f"tensor_{at}"
 
     def _new_uid(self) -> int:
         taken = {t.uid for t in self._tensors}
@@ -347,7 +378,8 @@ class Graph:
             )
         given = {key: value for key, value in options.items() if value is not None}
         req = request(node, given, label=node.name)
-        if to_torch_dtype(compute_data_type) not in (None, torch.float32, torch.float64):
+        compute = to_torch_dtype(compute_data_type, node.name, "compute_data_type")
+        if compute not in (None, torch.float32, torch.float64):
             raise InvalidOption(
                 node.name, "compute_data_type", expected="FLOAT or DOUBLE",
                 got=str(compute_data_type), mend="Drop it",
@@ -381,8 +413,15 @@ class Graph:
                 node.name, port, expected="a tensor of the graph, or a DLPack producer",
                 got=type(value).__name__, mend="Declare it with graph.tensor(...)",
             )  # fmt: skip
-        made = self.tensor_like(value, name=name)
-        made.data = as_tensor(value)
+        data = as_tensor(value)
+        try:
+            made = self.tensor_like(data, name=name)
+        except InvalidOption:  # a dtype that no graph tensor can have
+            raise DtypeMismatch(
+                node.name, port, expected="an element type of lagraph.data_type",
+                got=dtype_name(data.dtype), mend=f"Convert {port} first",
+            ) from None  # fmt: skip
+        made.data = data
         return made
 
     # Checking and planning -----------------------------------------------------------------------
@@ -535,6 +574,9 @@ class Graph:
         """Pin a plan by index or by name ("gdn_eager[chunk=32]"). A pin is obeyed or refused."""
         self._require_unbuilt()
         plans = self._ranked()
+        if isinstance(plan, bool) or not isinstance(plan, (int, str)):
+            raise InvalidOption("select_plan", "plan", expected="an index or a plan's name",
+                                got=repr(plan), mend="See get_plan_name_at_index")  # fmt: skip
         if isinstance(plan, int):
             self._pin = self._index(plan)
             return self
@@ -550,7 +592,7 @@ class Graph:
     def deselect_engines(self, engine_names: Iterable[str]) -> Graph:
         """Bar plans whose name holds any of these."""
         self._require_unbuilt()
-        self._barred.update(engine_names)
+        self._barred.update([engine_names] if isinstance(engine_names, str) else engine_names)
         return self
 
     def _require_unbuilt(self) -> None:
@@ -581,9 +623,8 @@ class Graph:
             self.create_execution_plans()
         if not self._candidates():
             problem = self._problem
-            barred = f" Barred: {', '.join(sorted(self._barred))}." if self._barred else ""
             if problem is not None:
-                raise NoEngine(select.nothing_serves(problem) + barred)
+                raise NoEngine(select.nothing_serves(problem, self._barred))
 
     def build_plans(self, policy: build_plan_policy = build_plan_policy.HEURISTICS_CHOICE) -> None:
         """Build the best plan, or the pinned one (ALL builds every plan that may run)."""
@@ -714,12 +755,16 @@ class Graph:
         """Fill this empty graph from JSON; build it if the saved one was built."""
         if self._tensors or self._node is not None:
             raise GraphError("deserialize() wants an empty graph.")
-        data = json.loads(text)
-        if data.get("lagraph") != 1:
-            raise GraphError(f"deserialize(): format {data.get('lagraph')!r} is unknown; 1 is read.")
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError):
+            raise GraphError("deserialize(): this is not the text of serialize().") from None
+        version = data.get("lagraph") if isinstance(data, dict) else None
+        if version != 1:
+            raise GraphError(f"deserialize(): format {version!r} is unknown; 1 is read.")
         fresh = Graph(
-            data["name"], *(_dtype_of(data[key]) for key in
-                            ("io_data_type", "intermediate_data_type", "compute_data_type")),
+            data["name"], _dtype_of(data["io_data_type"]),
+            _dtype_of(data["intermediate_data_type"]), _dtype_of(data["compute_data_type"]),
             sm_version=data["sm_version"], device=data["device"], handle=self.handle,
         )  # fmt: skip
         spec = data["node"]
@@ -733,7 +778,9 @@ class Graph:
                 name=item["name"], uid=item["uid"],
             )  # fmt: skip
         ports = {port: made[uid] for port, uid in spec["inputs"].items()}
-        getattr(fresh, spec["type"].lower())(**ports, **spec["options"], name=spec["name"])
+        getattr(fresh, registry.node(spec["type"]).name)(
+            **ports, **spec["options"], name=spec["name"]
+        )
         by_uid = {item["uid"]: item for item in data["tensors"]}
         for port, uid in spec["outputs"].items():
             item, out = by_uid[uid], fresh._outputs[port]
@@ -743,6 +790,8 @@ class Graph:
             out.set_output(not item["is_virtual"])
             if item["dtype_given"]:
                 out.set_data_type(_dtype_of(item["data_type"]))
+            if item["stride"] is not None:
+                out.set_stride(item["stride"])
         self.__dict__.update(fresh.__dict__)
         for tensor in self._tensors:
             tensor._graph = self
@@ -772,15 +821,15 @@ def _tensor_data(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: Any, op: str = "execute", argument: str = "variant_pack") -> torch.Tensor:
     """A torch tensor of any DLPack producer, without a copy."""
     if isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "__dlpack__"):
-        return torch.from_dlpack(value)
+        return torch.utils.dlpack.from_dlpack(value)
     raise DtypeMismatch(
-        "execute", "variant_pack", expected="torch tensors or DLPack producers",
-        got=type(value).__name__, mend="Convert it with torch.as_tensor",
+        op, argument, expected="a torch tensor or a DLPack producer", got=type(value).__name__,
+        mend="Convert it with torch.as_tensor",
     )  # fmt: skip
 
 
@@ -826,6 +875,7 @@ class _Executor:
         self.count = len(node.inputs)
         self.ignored = {key for t in graph._tensors for key in (t, t.name, t.uid)} - set(self.slots)
         self.sizes = {k: v for k, v in graph._bound.sizes.items() if k in "TN" and v is not None}
+        self.pool_rows = graph._bound.sizes.get("P")
         self.accepted: set[Any] = set()
 
     def run(self, pack: Mapping[Any, Any], workspace: Any, handle: Handle | None) -> None:
@@ -845,7 +895,14 @@ class _Executor:
 
     def _run(self, pack: Mapping[Any, Any], workspace: Any) -> None:
         buffers = self.bindings.copy()
-        for key, value in pack.items():
+        try:
+            items = pack.items()
+        except AttributeError:
+            raise DtypeMismatch(
+                "execute", "variant_pack", expected="a dict of buffers", got=type(pack).__name__,
+                mend="Key it by graph tensor, name or uid",
+            ) from None  # fmt: skip
+        for key, value in items:
             try:
                 at = self.slots[key]
             except KeyError:
@@ -866,10 +923,17 @@ class _Executor:
                     expected=f"{letter}={size}, as the graph declares", got=f"{letter}={got}",
                     mend=f"Leave {letter} open (None) in the graph's tensors",
                 )  # fmt: skip
+        if self.pool_rows is not None:
+            rows = ins[self.runner.state_at].shape[0]
+            if rows != self.pool_rows:
+                raise ShapeMismatch(
+                    self.node.name, "initial_state", expected=f"a pool of {self.pool_rows} rows",
+                    got=f"{rows} rows", mend="Leave the pool's first dim open (None) in the graph",
+                )  # fmt: skip
         if ready.key not in self.accepted:
             self._accept(ready, ins)
         shapes = ready.shapes(ins, T, N)
-        outs = []
+        outs: list[torch.Tensor | None] = []
         for at, shape in enumerate(shapes):
             out = given[at]
             if shape is None:
@@ -931,11 +995,11 @@ class _Executor:
                 raise DtypeMismatch(self.node.name, port, expected=dtype_name(wanted),
                                     got=dtype_name(tensor.dtype),
                                     mend=f"Convert it with .to({wanted})")  # fmt: skip
-        if ready.problem.device != self.plan.problem.device:
-            raise DeviceMismatch(
-                self.node.name, "variant_pack", expected=f"tensors on {self.plan.problem.device}",
-                got=ready.problem.device, mend="Move the tensors, or build the graph for them",
-            )  # fmt: skip
+            if tensor.device.type != self.plan.problem.device:
+                raise DeviceMismatch(
+                    self.node.name, port, expected=f"a tensor on {self.plan.problem.device}",
+                    got=str(tensor.device), mend="Move the tensors, or build the graph for them",
+                )  # fmt: skip
         self.accepted.add(ready.key)
 
     def _bad_output(self, at: int, out: Any, shape: Any, dtype: Any, ready: Plan) -> None:

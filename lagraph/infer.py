@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from lagraph.node import Node, Options, Port
 
-__all__ = ["Bound", "Meta", "bind", "check_values", "checkpoint_rows", "dim_of"]
+__all__ = ["Bound", "Meta", "bind", "check_values", "checkpoint_rows", "dim_of", "shape_text"]
 
 VALIDATE = os.environ.get("LAGRAPH_VALIDATE", "0") not in ("", "0")
 
 IO = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 INDEX = (torch.int32, torch.int64)
+OPEN = DYNAMIC | {"N+1", "T*n", "P", "R"}
 
 
 class Meta(NamedTuple):
@@ -51,6 +52,11 @@ def checkpoint_rows(tokens: Any, sequences: Any, every: int) -> Any:
     return torch.sym_max(tokens // every + sequences, 1)
 
 
+def shape_text(shape: str) -> str:
+    """A port's shape for a reader: "[T, H, K]", or alternatives."""
+    return " or ".join(f"[{', '.join(part.split())}]" for part in shape.split("|"))
+
+
 def dim_of(letter: str, sizes: Mapping[str, Any]) -> Any:
     """Size of one shape letter; None while it is open."""
     if letter == "N+1":
@@ -74,7 +80,7 @@ class _Binder:
     def set(self, letter: str, size: Any, port: str) -> None:
         if letter == "HO" and "HO" not in self.sizes and {"H", "HV"} <= self.sizes.keys():
             self.sizes["HO"] = max(self.sizes["H"], self.sizes["HV"])
-            self.source["HO"] = "max(H, HV)"
+            self.source["HO"] = f"max(H of {self.source['H']}, HV of {self.source['HV']})"
         known = self.sizes.get(letter)
         if known is None:
             if size is not None or letter not in self.sizes:
@@ -87,10 +93,10 @@ class _Binder:
         raise ShapeMismatch(
             self.label,
             self.name(port),
-            expected=f"dim {letter} = {known}",
+            expected=f"dim {letter} " + (known if isinstance(known, str) else f"= {known}"),
             got=str(size),
             because=f"{source} gives {letter}={known}" if source else "",
-            mend=f"Give {self.name(port)} the shape [{self.node.port[port].shape}]",
+            mend=f"Give {self.name(port)} the shape {shape_text(self.node.port[port].shape)}",
         )
 
 
@@ -100,7 +106,7 @@ def _letters(binder: _Binder, port: Port, shape: Sequence[Any], pool: bool) -> t
         raise ShapeMismatch(
             binder.label,
             binder.name(port.name),
-            expected=" or ".join(f"[{', '.join(x)}]" for x in port.shapes.values()),
+            expected=shape_text(port.shape),
             got=f"rank {len(shape)}, shape {list(shape)}",
             mend="View the tensor in that shape",
         )
@@ -143,10 +149,13 @@ def bind(
         for letter, size in dims:
             if letter == "N+1":
                 if size is not None and size < 1:
-                    binder.refuse(name, letter, "N + 1 >= 1", size)
+                    binder.refuse(name, letter, ">= 1", size)
                 binder.set("N", None if size is None else size - 1, name)
     for name, dims in shapes.items():
         for letter, size in dims:
+            if size is None and letter not in OPEN:
+                raise ShapeMismatch(label, binder.name(name), expected=f"a size for dim {letter}",
+                                    got="None", mend="Only T and N may be left open")  # fmt: skip
             if letter.isalpha():
                 binder.set(letter, size, name)
     for name, dims in shapes.items():
@@ -159,8 +168,10 @@ def bind(
     def has(name: str) -> bool:
         return name in given
 
-    # In a summary the heads of what is missing stand for themselves.
-    sizes.setdefault("H", sizes.get("HK", sizes["HO"]))
+    # A summary lacks q or v: their heads are what the other counts leave for them.
+    if "H" not in sizes:
+        key_heads = sizes.get("HK", sizes["HO"])
+        sizes["H"] = key_heads if sizes["HO"] in (key_heads, sizes["HV"]) else sizes["HO"]
     sizes.setdefault("HK", sizes["H"])
     sizes.setdefault("HV", sizes["HO"])
     node.check_rules(options, has, sizes, label, op_names)
@@ -211,13 +222,13 @@ def _check_heads(binder: _Binder) -> None:
 
 def _check_devices(binder: _Binder, given: dict[str, Meta]) -> None:
     devices = {name: meta.device for name, meta in given.items() if meta.device is not None}
-    first = next(iter(devices), None)
+    first = next(iter(devices), "")
     for name, device in devices.items():
         if device != devices[first]:
             raise DeviceMismatch(
                 binder.label,
                 binder.name(name),
-                expected=f"device {devices[first]}, as {binder.name(str(first))}",
+                expected=f"device {devices[first]}, as {binder.name(first)}",
                 got=str(device),
                 mend=f"Move it with {binder.name(name)}.to({str(devices[first])!r})",
             )
@@ -282,7 +293,7 @@ def _outputs(
                 raise DtypeMismatch(
                     label,
                     "checkpoint_dtype" if op_names else "state_checkpoints",
-                    expected=f"{dtype_name(io)} or float32",
+                    expected=" or ".join(map(dtype_name, dict.fromkeys((io, torch.float32)))),
                     got=dtype_name(checkpoint_dtype),
                     mend="Take the token dtype or float32",
                 )

@@ -19,10 +19,11 @@ backward adds dO and d_final_state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from lagraph.errors import InvalidOption, RuleBroken
@@ -31,7 +32,7 @@ from lagraph.problem import DIRECTIONS, Direction, Traits
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Attr", "Family", "Node", "Options", "Output", "Port", "Rule"]
+__all__ = ["Attr", "Family", "Node", "Options", "Output", "Port", "Rule", "expected_text"]
 
 Role = Literal["query", "token", "write", "state", "param", "readout", "pool", "cotangent", "saved"]
 DtypeRule = Literal["io", "beta", "float", "index", "rows"]
@@ -230,6 +231,7 @@ class Node:
     def options(self, values: Mapping[str, Any], label: str = "", op_names: bool = False) -> Options:
         """A validated, frozen options model; `InvalidOption` names what is wrong."""
         label = label or self.name
+        values = {name: self._plain(name, x, label, op_names) for name, x in values.items()}
         try:
             return self.options_model(**values)
         except ValidationError as error:
@@ -239,7 +241,7 @@ class Node:
             known = ", ".join(a.op_name if op_names else a.name for a in self.attrs)
             unknown = first["type"] == "extra_forbidden"
             missing = first["type"] == "missing"
-            expected = "a known option" if unknown else _lower(first["msg"])
+            expected = "a known option" if unknown else expected_text(first["msg"])
             raise InvalidOption(
                 label,
                 shown,
@@ -248,11 +250,22 @@ class Node:
                 mend=f"Options of {label}: {known}" if unknown else f"Give {shown} such a value",
             ) from None
 
+    def _plain(self, name: str, value: Any, label: str, op_names: bool) -> Any:
+        """An option's value: NumPy's scalars as Python's. Tensors are refused, since requests are
+        interned and a tensor may change."""
+        if isinstance(value, torch.Tensor):
+            raise InvalidOption(
+                label, self.shown(name, op_names), expected="a plain Python value",
+                got="a torch.Tensor", mend="Options are constants; pass a Python number",
+            )  # fmt: skip
+        return value.tolist() if type(value).__module__ == "numpy" else value
+
     def shown(self, name: str, op_names: bool) -> str:
         """A port's, option's or output's name as the caller wrote it."""
         if not op_names:
             return name
-        for item in (*self.inputs, *self.attrs):
+        named: tuple[Port | Attr, ...] = (*self.inputs, *self.attrs)
+        for item in named:
             if item.name == name:
                 return item.op_name
         return name
@@ -302,8 +315,14 @@ class Node:
         return SimpleNamespace(**values)
 
 
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def expected_text(text: str) -> str:
+    """pydantic's "Input should be a valid number" as what follows "expected"."""
+    text = text.removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"a value {text}" if text.startswith(("greater", "less")) else text
+
+
+def _given(name: str, options: Any, has: Callable[[str], bool]) -> bool:
+    return has(name)
 
 
 def _inputs(family: Family, direction: Direction) -> tuple[Port, ...]:
@@ -364,7 +383,7 @@ def _outputs(family: Family, direction: Direction) -> tuple[Output, ...]:
         return tuple(
             Output(
                 port.grad, port.shape, "like", f"Gradient of {port.name}.", like=port.name,
-                when=(lambda o, has, name=port.name: has(name)) if port.optional else None,
+                when=partial(_given, port.name) if port.optional else None,
                 condition=f"{port.name} given" if port.optional else "",
             )  # fmt: skip
             for port in _inputs(family, "backward")

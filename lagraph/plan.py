@@ -8,6 +8,7 @@ stride classes and static dims, never T or N, then allocates the outputs and run
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch
 
 from lagraph import infer, registry, select
 from lagraph.desc import dtype_name, layout_class, to_torch_dtype
-from lagraph.errors import RuleBroken
+from lagraph.errors import InvalidOption, RuleBroken
 from lagraph.infer import Meta
 from lagraph.problem import Problem
 
@@ -67,7 +68,12 @@ def request(
 ) -> Request:
     """Validate options and intern them. Raises `InvalidOption`."""
     options = node.options(values, label, op_names)
-    dtype = to_torch_dtype(checkpoint_dtype)
+    dtype = to_torch_dtype(checkpoint_dtype, label or node.name, "checkpoint_dtype")
+    if not (plan_name is None or isinstance(plan_name, str)):
+        raise InvalidOption(
+            label or node.name, "plan_name", expected="a plan's name", got=repr(plan_name),
+            mend=f"Pass {node.plan_prefix}_eager, say, or None",
+        )  # fmt: skip
     given = {k: v for k, v in options if v != type(options).model_fields[k].default}
     if plan_name is not None:
         given["plan_name"] = plan_name
@@ -105,15 +111,19 @@ def _converted(source: Request, direction: Any) -> Request:
     node = source.node.family.node(direction)
     names = {attr.name for attr in node.attrs}
     values = {k: v for k, v in source.options if k in names}
-    pins = [pin.strip() for pin in (source.plan_name or "").split(",") if pin.strip()]
-    return request(node, values, plan_name=pins[-1] if pins else None)
+    return request(node, values, plan_name=_pins(source)[-1])
+
+
+def _pins(source: Request) -> list[str] | list[None]:
+    """The plan names of a request; a comma between knobs separates no plans."""
+    if source.plan_name is None:
+        return [None]
+    return [pin.strip() for pin in re.split(r",(?![^\[]*\])", source.plan_name)]
 
 
 def pinned(source: Request) -> str | None:
     """The pin of a request's own direction: the first of a pair."""
-    if source.plan_name is None:
-        return None
-    pins = source.plan_name.split(",")
+    pins = _pins(source)
     if len(pins) > 2 or (len(pins) == 2 and source.node.direction != "forward"):
         raise RuleBroken(
             source.node.op,
@@ -122,7 +132,7 @@ def pinned(source: Request) -> str | None:
             got=repr(source.plan_name),
             mend="Name one plan, or two for a forward",
         )
-    return pins[0].strip()
+    return pins[0]
 
 
 def problem_of(
@@ -179,7 +189,9 @@ class Plan:
         self.problem, self.name, self.key = problem, str(name), key
         self.compiled = select.build(problem, name)
         self.workspace: Callable[[int, int], int] = self.compiled.workspace_size
-        self.device = torch.device(problem.device, problem.index if problem.device == "cuda" else None)
+        self.device = torch.device(problem.device)
+        if problem.device == "cuda":
+            self.device = torch.device("cuda", problem.index)
         self.dtypes = tuple(problem.dtypes.get(name) for name in node.output_names)
         in_place = problem.has("initial_state") and problem.has("final_state") and (
             problem.has("state_indices")
@@ -188,13 +200,8 @@ class Plan:
         # Position of the output that is an input's buffer.
         self.aliases = node.output_names.index("final_state") if in_place else -1
         shapes = [self._shape(node, bound, out) for out in node.outputs]
-        outs = [
-            "None" if shape == "None"
-            else f"ins[{node.input_names.index('initial_state')}]" if at == self.aliases
-            else f"empty({shape}, dtype=dtype{at}, device=device)"
-            for at, shape in enumerate(shapes)
-        ]  # fmt: skip
-        scope = {"empty": torch.empty, "device": self.device}
+        outs = [self._make(node, at, shape) for at, shape in enumerate(shapes)]
+        scope = {"empty": torch.empty, "empty_like": torch.empty_like, "device": self.device}
         scope |= {f"dtype{at}": dtype for at, dtype in enumerate(self.dtypes)}
         source = (
             f"def shapes(ins, T, N):\n    return ({', '.join(shapes)},)\n"
@@ -204,6 +211,17 @@ class Plan:
         # (ins, T, N) -> shapes, or uninitialized tensors; None where an output is absent.
         self.shapes: Callable[..., Any] = made["shapes"]
         self.allocate: Callable[..., Any] = made["allocate"]
+
+    def _make(self, node: Node, at: int, shape: str) -> str:
+        """Source that makes an output: `torch.empty` is cheapest with sizes as arguments."""
+        if shape == "None":
+            return shape
+        if at == self.aliases:
+            return f"ins[{node.input_names.index('initial_state')}]"
+        like = node.outputs[at].like
+        if like and self.problem.layouts[like] == 0:
+            return f"empty_like(ins[{node.input_names.index(like)}])"
+        return f"empty(*{shape}, dtype=dtype{at}, device=device)"
 
     def _shape(self, node: Node, bound: Bound, out: Any) -> str:
         """Source of an output's shape, with all static sizes written in."""
@@ -239,16 +257,17 @@ def compiled_source(source: str, filename: str, scope: dict[str, Any]) -> dict[s
     return scope
 
 
-def _key_source(node: Node) -> str:
+def _key_source(node: Node, device: str) -> str:
     """Source of `key(request, *ins) -> (key, T, N)`, or None where the dynamic dims disagree.
 
     Everything static goes into the key, so a tuple that was seen once needs no other check.
+    device: how a tensor's device is read.
     """
     args = [f"x{i}" for i in range(len(node.inputs))]
     at = {port.name: args[i] for i, port in enumerate(node.inputs)}
     lines = [f"def key(request, {', '.join(args)}):"]
     lines += [f"    T = {at['g']}.shape[0]", f"    N = {at['cu_seqlens']}.shape[0] - 1"]
-    parts, checks = ["request.text"], []
+    parts, checks = ["request.text"], ["N >= 0"]
     pool = f"{at['state_indices']} is not None" if "state_indices" in at else ""
     for port, x in zip(node.inputs, args, strict=True):
         i = x[1:]
@@ -275,7 +294,7 @@ def _key_source(node: Node) -> str:
         value = ", ".join(
             part for part in (
                 f"{x}.dtype", static, f"0 if {x}.is_contiguous() else layout({x})",
-                f"{x}.get_device()",
+                f"{x}.{device}",
             ) if part
         )  # fmt: skip
         if port.optional:
@@ -300,7 +319,9 @@ class Runner:
     def __init__(self, node: Node, op_names: bool = True) -> None:
         self.node, self.op_names = node, op_names
         self.label = node.op if op_names else node.name
-        source = _key_source(node)
+        # Dispatch tells devices of different kinds apart before an operator gets here; of a
+        # graph's buffers nothing is known.
+        source = _key_source(node, "get_device()" if op_names else "device")
         self.key = compiled_source(source, f"<lagraph {node.name} key>", {"layout": layout_class})[
             "key"
         ]

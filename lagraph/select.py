@@ -20,7 +20,7 @@ from lagraph.desc import dtype_name
 from lagraph.errors import MissingBackend, NoEngine, PlanNotOffered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from lagraph.problem import Problem
     from lagraph.registry import EngineRow
@@ -97,12 +97,12 @@ class PlanName:
     def parse(cls, text: str) -> PlanName:
         """Parse "gdn_triton[chunk=64]"; `PlanNotOffered` if it is no plan name."""
         match = _NAME.fullmatch(text.strip())
-        knobs: list[tuple[str, int]] = []
+        knobs: dict[str, int] = {}
         good = match is not None
         for part in (match["knobs"] or "").split(",") if match else ():
             key, equals, value = (piece.strip() for piece in part.partition("="))
-            if equals and key and value.lstrip("-").isdigit():
-                knobs.append((key, int(value)))
+            if equals and key and key not in knobs and value.lstrip("-").isdigit():
+                knobs[key] = int(value)
             elif part.strip():
                 good = False
         if not good:
@@ -110,7 +110,7 @@ class PlanName:
                 f"plan_name: expected <family>_<engine> with optional [knob=integer,...], got "
                 f"{text!r}. Plans are listed by python -m lagraph support."
             )
-        return cls(match["base"], tuple(sorted(knobs)))  # type: ignore[index]
+        return cls(match["base"], tuple(sorted(knobs.items())))  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +232,21 @@ def _title(problem: Problem) -> str:
     return f"{problem.family} {problem.direction} on {place}"
 
 
-def nothing_serves(problem: Problem) -> str:
-    """Why every engine declines, and which may be pinned."""
+def nothing_serves(problem: Problem, barred: Collection[str] = ()) -> str:
+    """Why every engine declines, and which may be pinned. barred: words that bar a plan's name."""
     found = verdicts(problem)
-    why = "; ".join(
-        f"{v.plan}: only when pinned" if v.ok else f"{v.plan}: {', '.join(v.reasons)}"
-        for v in found
+    out = {v.plan for v in found if any(word in v.plan for word in barred)}
+
+    def reason(v: Verdict) -> str:
+        if not v.ok:
+            return ", ".join(v.reasons)
+        return "barred by deselect_engines" if v.plan in out else "only when pinned"
+
+    why = "; ".join(f"{v.plan}: {reason(v)}" for v in found)
+    pins = [v.plan for v in found if v.ok and v.plan not in out]
+    mend = (
+        f' Pass plan_name="{pins[0]}" (a graph: select_plan("{pins[0]}")) to run it all the same.'
+        if pins
+        else ""
     )
-    pins = [v.plan for v in found if v.ok]
-    mend = f' Pass plan_name="{pins[0]}" to run it all the same.' if pins else ""
     return f"no engine for {_title(problem)}: {why}.{mend}"

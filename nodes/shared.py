@@ -219,9 +219,11 @@ def delta_rules() -> tuple[Rule, ...]:
             expected="HK heads, HK = H or HV",
             got=lambda o, s: f"HK={s['HK']} with H={s['H']} and HV={s['HV']}",
             mend="Give k as many heads as q or as v",
-            broken=lambda o, has, s: s["HK"] not in (s["H"], s["HV"]),
-            where=_FB,
-            sample={"sizes": {"H": 2, "HK": 3, "HV": 4}},
+            # Without v, HV may be HK where H = HO; without q, `bind` has made H fit.
+            broken=lambda o, has, s: (
+                s["HK"] not in (s["H"], s["HV"]) and (has("v") or s["HO"] > s["H"])
+            ),
+            sample={"sizes": {"H": 4, "HK": 1, "HV": 2}},
             sizes=True,
         ),
         *state_rules(),

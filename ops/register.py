@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch.autograd import forward_ad
 
 from lagraph import infer, plan, select
 from lagraph.errors import DtypeMismatch, NotDifferentiable, RuleBroken
@@ -91,7 +92,7 @@ class _Operator:
         """The kernel of every backend: find the plan, run it."""
         text = args[-1]
         req = self._requests.get(text) or self._request(text)
-        outs = self.runner(args[:-1] + self._pad, req)
+        outs: Sequence[Any] = self.runner(args[:-1] + self._pad, req)
         if self.in_place:
             state = args[self.runner.state_at]
             if not state.is_inference():
@@ -105,10 +106,8 @@ class _Operator:
 
     def fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Shapes and dtypes of the outputs, by the same inference as the real call."""
-        *ins, text = args
-        ins = (*ins, *self._pad)
-        bound = self.runner.bind(ins, parse_request(self.node, text))
-        like = ins[0]
+        bound = self.runner.bind(args[:-1] + self._pad, parse_request(self.node, args[-1]))
+        like = args[0]
         made = []
         for out in self.returns:
             shape, dtype = bound.outputs.get(out.name, ((0,), like.dtype))
@@ -150,9 +149,16 @@ class _Operator:
         self.function = function
 
         def run(*args: Any) -> Any:
+            if forward_ad._current_level >= 0 and (function is not None or refuse):
+                refuse_tangents(self.node, args)
             if torch.is_grad_enabled() and (function is not None or refuse):
                 for x in args:
                     if isinstance(x, torch.Tensor) and x.requires_grad:
+                        if torch._C._are_functorch_transforms_active():
+                            raise NotDifferentiable(
+                                f"{self.node.op}: torch.func transforms are not supported. Take "
+                                f"gradients with backward() or torch.autograd.grad."
+                            )
                         if function is not None:
                             return function.apply(*args)
                         raise NotDifferentiable(
@@ -163,6 +169,16 @@ class _Operator:
                 return self.op(*args)
 
         return run
+
+
+def refuse_tangents(node: Node, args: Sequence[Any]) -> None:
+    """Forward-mode derivatives would be dropped in silence: refuse them."""
+    for x in args:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotDifferentiable(
+                f"{node.op}: forward-mode derivatives (jvp) are not supported. Take gradients with "
+                f"backward() or torch.autograd.grad."
+            )
 
 
 def _differentiable(operator: _Operator) -> type[torch.autograd.Function]:
@@ -269,7 +285,10 @@ _SERVED: set[Any] = set()
 def _refuse_early(operator: _Operator, ins: Sequence[Any], req: plan.Request) -> None:
     """Refuse at the forward call what no engine, or not the pinned one, could differentiate."""
     full = (*ins, *operator._pad)
-    found = operator.runner.key(req, *full)
+    try:
+        found = operator.runner.key(req, *full)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return  # the call itself says what is wrong
     if found is None or (operator.name, found[0]) in _SERVED:
         return
     node = operator.node
@@ -399,6 +418,7 @@ def public(operator: _Operator, in_place: _Operator) -> Callable[..., Any]:
             "below_autograd": below_autograd,
             "is_grad_enabled": torch.is_grad_enabled,
             "transforms": torch._C._are_functorch_transforms_active,
+            "forward_ad": forward_ad,
             "autocast": torch._C._is_any_autocast_enabled,
         }
         floating = [n for n in tensors if ports[n].grad and not ports[n].optional]
@@ -407,7 +427,7 @@ def public(operator: _Operator, in_place: _Operator) -> Callable[..., Any]:
         needs += [f"({n} is not None and {n}.requires_grad)" for n in maybe]
         body += [
             "    if state_indices is None and not overwrite_initial_state:",
-            "        if is_compiling() or transforms() or autocast():",
+            "        if is_compiling() or transforms() or autocast() or forward_ad._current_level >= 0:",
             f"            out = op({arguments('pool')}, options)",
             f"        elif is_grad_enabled() and ({' or '.join(needs)}):",
             f"            out = differentiable({arguments('pool')}, options)",

@@ -96,7 +96,7 @@ def draw(
 
     dtype: of the token tensors. gate_dtype, beta_dtype: fp32 unless given (fp64 where dtype is).
     state: dtype of initial_state, None for none. params: optional ports to draw, out of a_log,
-    dt_bias, d (one per head), "d channels" (one per channel), z. tail: rows past the end of the
+    dt_bias, and for Mamba-2 d (one per head), "d channels" (one per channel), z. tail: rows past the end of the
     last sequence; they are NaN, since nothing may read them.
     """
     options = options or {}
@@ -156,12 +156,13 @@ def draw(
         x["a_log"] = 0.3 * normal(HO)
     if "dt_bias" in params:
         x["dt_bias"] = 0.5 * (normal(HO, K) if per_key else normal(HO))
-    if "d" in params:
-        x["d"] = normal(HO)
-    if "d channels" in params:
-        x["d"] = normal(HO, V)
-    if "z" in params:
-        x["z"] = lasting(normal(total, HO, V))
+    if family == "mamba2":
+        if "d" in params:
+            x["d"] = normal(HO)
+        if "d channels" in params:
+            x["d"] = normal(HO, V)
+        if "z" in params:
+            x["z"] = lasting(normal(total, HO, V))
     if state is not None:
         x["initial_state"] = normal(len(lengths), HO, V, K)
     if d_final_state:
@@ -193,6 +194,9 @@ def hostile(kind, family, *, lengths, K=16, V=16, dtype=torch.float32, gate="zer
         family, lengths=lengths, K=K, V=V, dtype=dtype, gate=gate, state=torch.float32, seed=seed,
         **sizes,
     )  # fmt: skip
+    if family == "mamba2" and gate == "zero":  # dt = 0 would write nothing: A is off instead
+        x["g"] = raw_gates("slow", x["g"].shape, torch.Generator().manual_seed(seed), 1.0).float()
+        x["a"] = torch.full_like(x["a"], -1e-6)
     rng = torch.Generator().manual_seed(seed + 1)
     k = x["k"]
     common = l2(torch.randn(1, k.shape[1], K, generator=rng, dtype=F64))

@@ -115,7 +115,7 @@ def summary_backward(family, inputs, **options):
     depend on what is written, so v, w, z, D are absent.
     """
     o = _options(options)
-    x = _widen(inputs)
+    x = {n: t for n, t in _widen(inputs).items() if n not in ("v", "w", "d", "z", "initial_state")}
     start = x["dO"].new_zeros(
         len(x["cu_seqlens"]) - 1, x["g"].shape[1], x["dO"].shape[-1], x["q"].shape[-1]
     ).requires_grad_()

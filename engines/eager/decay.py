@@ -20,9 +20,12 @@ import torch
 __all__ = ["HeadDecay", "KeyDecay", "bounded_exp", "group", "ungroup"]
 
 
-def bounded_exp(x: torch.Tensor) -> torch.Tensor:
-    """exp(x), kept finite: for states that grow, inf times an erased 0 would be NaN."""
-    return x.clamp(max=700.0 if x.dtype == torch.float64 else 80.0).exp()
+def bounded_exp(x: torch.Tensor, share: float = 1.0) -> torch.Tensor:
+    """exp(x), kept finite: for states that grow, inf times an erased 0 would be NaN.
+
+    share: of a product of exponentials that has to be finite, this one's part.
+    """
+    return x.clamp(max=share * (700.0 if x.dtype == torch.float64 else 80.0)).exp()
 
 
 def group(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -90,15 +93,15 @@ class SpanExp(torch.autograd.Function):
     """exp(spans @ g), [B, HO, R, K] for spans [R, C] and g [B, HO, C, K]."""
 
     @staticmethod
-    def forward(ctx: Any, g: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-        decays = bounded_exp(spans @ g)
+    def forward(ctx: Any, g: torch.Tensor, spans: torch.Tensor, share: float) -> torch.Tensor:
+        decays = bounded_exp(spans @ g, share)
         ctx.save_for_backward(decays, spans)
         return decays
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         decays, spans = ctx.saved_tensors
-        return spans.mT @ (grad * decays), None
+        return spans.mT @ (grad * decays), None, None
 
 
 class Pairs(torch.autograd.Function):
@@ -172,8 +175,8 @@ class KeyDecay:
     def __init__(self, g: torch.Tensor) -> None:
         upto, after, halves = _spans(g.shape[2], g.dtype, g.device)
         self.total = upto[-1:] @ g
-        self.entered, self.left = SpanExp.apply(g, upto), SpanExp.apply(g, after)
-        self.halves = SpanExp.apply(g, halves)
+        self.entered, self.left = SpanExp.apply(g, upto, 1.0), SpanExp.apply(g, after, 1.0)
+        self.halves = SpanExp.apply(g, halves, 0.5)
 
     def scores(self, b: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the module."""

@@ -31,9 +31,9 @@ PARAMS = ("a_log", "dt_bias", "a", "d")
 GRADS = {"q": "dQ", "k": "dK", "v": "dV", "g": "dG", "beta": "dBeta", "w": "dW", "z": "dZ",
          "a_log": "d_a_log", "dt_bias": "d_dt_bias", "a": "dA", "d": "dD"}  # fmt: skip
 # Numbers that a tile's largest tensors hold: enough to keep the cores busy, within the caches.
-TILE_NUMBERS = 1 << 21
+TILE_NUMBERS = 1 << 22
 # Tiles that the backward keeps recorded at a time.
-HELD_TILES = 8
+HELD_TILES = 4
 
 
 class Scanner:

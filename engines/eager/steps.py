@@ -32,7 +32,7 @@ def split_delta_rule(x: SimpleNamespace, options: SimpleNamespace) -> Update:
     """GDN-2: S += (w . v - S (b . k)) k^T."""
     g, b = log_decay(x, options), strength(x.beta, options)
     if options.beta_guard:
-        b = guard(b, x.k, g, x.io_dtype)
+        b = b + (guard(b, x.k, g, x.io_dtype) - b).detach()  # gradients pass straight through
     return Update(x.q, x.k, g, x.v if x.w is None else x.w * x.v, erase=b * x.k)
 
 

@@ -9,6 +9,7 @@ cumulative log2 gates G obeys
     E_i = e_i 2^(G_i)      Q_i = scale q_i 2^(G_i)             Kc_j = k_j 2^(G_C - G_j)
 
 Everything there that does not involve S is made here, so that the serial kernel only multiplies.
+Without FOLD, T is (I + A)^-1 alone: the backward needs the strength apart from it.
 
 `factor_head_kernel` (one gate a head) leaves q and k where they are and writes the row factors
 that turn raw rows into E, Q and Kc:  rows[slot, head] = (erase, query, key, G) [4, C] fp32, plus T
@@ -111,6 +112,7 @@ def factor_head_kernel(
     DOUBLE: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     PREC: tl.constexpr,
+    FOLD: tl.constexpr = True,
 ):
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
@@ -189,7 +191,9 @@ def factor_head_kernel(
         b_a = tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
         b_a *= b_kk * (b_rk * b_beta)[:, None] * b_rk[None, :]
         b_a = tl.where(m_low, b_a, 0.0)
-        b_inv = invert_unit_lower(b_a, PREC) * b_beta[None, :]
+        b_inv = invert_unit_lower(b_a, PREC)
+        if FOLD:
+            b_inv *= b_beta[None, :]
         p_tile = p_t + (slot * HO + i_h) * (C * C) + o_i[:, None] * C + o_i[None, :]
         tl.store(p_tile, b_inv.to(p_t.dtype.element_ty))
 
@@ -288,6 +292,7 @@ def factor_key_kernel(
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
     PREC: tl.constexpr,
+    FOLD: tl.constexpr = True,
 ):
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
@@ -389,6 +394,6 @@ def factor_key_kernel(
         b_beta = load_beta(p_beta, o_tok * s_bt + i_h * s_bh, m_t, SIGMOID, DOUBLE)
         b_a *= b_beta[:, None]
     b_inv = invert_unit_lower(b_a, PREC)
-    if not ERASE_KEY:
+    if FOLD and not ERASE_KEY:
         b_inv *= b_beta[None, :]
     tl.store(p_t + o_tile, b_inv.to(IO))

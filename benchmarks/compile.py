@@ -1,0 +1,229 @@
+"""Compiles the Triton engine for GPUs that need not be here: registers, spills, shared memory.
+
+    python benchmarks/compile.py [--arch 80 90 100 120] [--only gdn,kda] [--quick] [--sass]
+
+Every plan is made and run as usual, but each launch only compiles, for the architecture named.
+One line a kernel; the exit status is 1 where one spills more than `--spills` bytes or needs more
+shared memory than the architecture has. Nothing runs, so this works without a GPU; it replaces
+Triton's driver, so it wants a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lagraph import infer, registry
+from lagraph.plan import problem_of
+
+# Shared memory that one block can use, in bytes.
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Target:
+    """The part of a Triton driver that compiling asks for."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One plan to compile: a family, its sizes and dtype, and options."""
+
+    family: str
+    H: int = 2
+    HV: int = 2
+    K: int = 128
+    V: int = 128
+    n: int = 1
+    dtype: torch.dtype = BF16
+    direction: str = "forward"
+    state: bool = True
+    options: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        extra = "".join(f" {name}" for name, value in self.options if value)
+        kind = "" if self.direction == "forward" else f" {self.direction}"
+        return f"{self.family}{kind} {self.H}/{self.HV} {self.K}x{self.V} {dtype}{extra}"
+
+
+NORM = (("use_qk_l2norm", True), ("use_beta_sigmoid", True))
+QUICK = (
+    Sample("gdn", 2, 8),
+    Sample("kda"),
+    Sample("gdn2", options=(("use_qk_l2norm", True), ("beta_guard", True))),
+    Sample("gdp", n=2),
+    Sample("mamba2", 1, 8, V=64),
+)
+SAMPLES = (
+    *QUICK,
+    *(
+        replace(s, dtype=dtype, K=size, V=size)
+        for s in QUICK
+        for dtype, size in ((F16, 128), (F32, 128), (BF16, 256), (F32, 256), (BF16, 64), (BF16, 16))
+    ),
+    *(replace(s, direction="summary", state=False) for s in QUICK),
+    *(replace(s, options=NORM) for s in QUICK[:2]),
+)
+
+
+def inputs_of(sample: Sample, T: int = 256) -> tuple[object, dict[str, torch.Tensor], object]:
+    """The node of a sample, ordinary inputs by port name, and its options."""
+    family = registry.family(sample.family)
+    node = family.node(sample.direction)
+    options = dict(sample.options)
+    if any(a.name == "num_householder" for a in node.attrs):
+        options["num_householder"] = sample.n
+    if any(a.name == "output_final_state" for a in node.attrs):
+        options["output_final_state"] = True
+    H, HV, K, V, n = sample.H, sample.HV, sample.K, sample.V, sample.n
+    HO = max(H, HV)
+    key = family.traits.gate == "key"
+    shapes = {
+        "q": (T, H, K), "k": (T * n, H, K), "v": (T * n, HV, V),
+        "g": (T, HO, K) if key else (T, HO), "w": (T, HO, V), "a": (HO,), "d": (HO,),
+        "beta": (T * n, HO, K) if family.traits.erase == "key" else (T * n, HO),
+        "cu_seqlens": (3,), "dO": (T, HO, V), "initial_state": (2, HO, V, K),
+        "d_final_state": (2, HO, V, K),
+    }  # fmt: skip
+    x = {}
+    for port in node.inputs:
+        if port.name not in shapes or (port.name == "initial_state" and not sample.state):
+            continue
+        dtype = {"io": sample.dtype, "index": torch.int32}.get(port.dtype, F32)
+        x[port.name] = torch.zeros(shapes[port.name], dtype=dtype)
+    return node, x, node.options({k: v for k, v in options.items() if k in _names(node)})
+
+
+def _names(node) -> set[str]:
+    return {attr.name for attr in node.attrs}
+
+
+def compiled(sample: Sample, arch: int, knobs: dict[str, int]):
+    """(kernel name, compiled kernel) of every launch of a sample's plan."""
+    driver.set_active(Target(arch))
+    node, x, options = inputs_of(sample)
+    metas = [infer.Meta(x[name].shape, x[name].dtype) if name in x else None
+        for name in node.input_names]
+    bound = infer.bind(node, metas, options)
+    problem = problem_of(node, bound, options, metas)
+    problem = replace(problem, device="cuda", arch=arch)
+    found = []
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = real(self, *args, grid=grid, warmup=True, **kwargs)
+        found.append((self.fn.__name__, kernel, kwargs.get("num_warps", 4)))
+
+    real = JITFunction.run
+    JITFunction.run = compile_only
+    try:
+        engine = registry.load("lagraph.engines.triton.engine:ENGINE")
+        outs = [
+            torch.empty(bound.outputs[name][0], dtype=bound.outputs[name][1])
+            if name in bound.outputs
+            else None
+            for name in node.output_names
+        ]
+        engine.plan(problem, knobs).run([x.get(name) for name in node.input_names], outs)
+    finally:
+        JITFunction.run = real
+    return found
+
+
+def resources(kernel, arch: int) -> dict[str, int]:
+    """Registers and spilled bytes a thread, from the assembler's own report."""
+    binary = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    blackwell = binary.with_name("ptxas-blackwell")
+    if arch >= 100 and blackwell.exists():
+        binary = blackwell
+    target = re.search(r"\.target (\S+)", kernel.asm["ptx"])[1].split(",")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        report = subprocess.run(
+            [binary, "-v", f"--gpu-name={target}", str(source), "-o", str(Path(folder, "o"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    number = {
+        "registers": r"Used (\d+) registers",
+        "spilled": r"(\d+) bytes spill stores",
+        "reloaded": r"(\d+) bytes spill loads",
+    }
+    found = {name: re.search(pattern, report) for name, pattern in number.items()}
+    return {name: int(match[1]) if match else 0 for name, match in found.items()}
+
+
+def sass(kernel) -> tuple[int, int]:
+    """Instructions in the machine code, and barriers among them."""
+    binary = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([binary, "-c", file.name], capture_output=True, text=True).stdout
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.M)
+    return len(lines), sum("BAR." in line for line in lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100, 120])
+    parser.add_argument("--only", default="", help="families or words of a sample, with commas")
+    parser.add_argument("--quick", action="store_true", help="one sample a family")
+    parser.add_argument("--sass", action="store_true", help="count instructions and barriers")
+    parser.add_argument("--spills", type=int, default=512, help="spilled bytes that are let pass")
+    parser.add_argument("--knobs", default="", help="knob=value with commas")
+    args = parser.parse_args(argv)
+    knobs = dict(part.split("=") for part in args.knobs.split(",") if part)
+    knobs = {name: int(value) for name, value in knobs.items()}
+    words = [word for word in args.only.split(",") if word]
+    bad = 0
+    print(f"Triton {triton.__version__}")
+    for arch in args.arch:
+        for sample in QUICK if args.quick else SAMPLES:
+            if words and not any(word in str(sample) for word in words):
+                continue
+            for name, kernel, warps in compiled(sample, arch, knobs):
+                use = resources(kernel, arch)
+                shared = kernel.metadata.shared
+                over = use["spilled"] > args.spills or shared > SHARED.get(arch, 101376)
+                bad += over
+                extra = ""
+                if args.sass:
+                    extra = "  {:6d} instructions {:4d} barriers".format(*sass(kernel))
+                print(
+                    f"sm_{arch} {sample!s:44s} {name:20s} {warps:2d} warps "
+                    f"{use['registers']:4d} registers {use['spilled']:5d} B spilled "
+                    f"{shared / 1024:6.1f} KB shared{extra}{'  OVER' if over else ''}",
+                    flush=True,
+                )
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""What the Triton engine serves."""
+
+import torch
+
+from lagraph.select import SupportTable
+
+__all__ = ["SUPPORT"]
+
+FAMILIES = ("gdn", "kda", "gdn2", "gdp", "mamba2")
+DIRECTIONS = ("forward", "summary")
+DIMS = (16, 32, 64, 128, 256)
+
+SUPPORT = SupportTable(
+    devices=frozenset({"cuda"}),
+    default_on=frozenset({"cuda"}),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    arch=(80, None),
+    dims={"K": DIMS, "V": DIMS},
+    layouts=2,
+    serves=frozenset((family, direction) for family in FAMILIES for direction in DIRECTIONS),
+    knobs={
+        "chunk": (16, 32, 64),
+        "block_k": (16, 32, 64, 128),
+        "block_v": (16, 32, 64, 128),
+        "factor_warps": (1, 2, 4, 8),
+        "factor_stages": (1, 2, 3),
+        "scan_warps": (1, 2, 4, 8),
+        "scan_stages": (1, 2, 3, 4),
+    },
+    summary="Triton kernels, SM80 and newer, K and V in {16, 32, 64, 128, 256}",
+)

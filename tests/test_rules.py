@@ -1,0 +1,330 @@
+"""One negative test per rule, per port and per option, derived from the declarations.
+
+Every fault is tried three ways: at the operator, at a graph's builder (declared tensors), and at
+`Graph.execute` (real buffers). Each must raise the right class, name op and argument, say what was
+expected, what was got and how to mend it, and leave the next good call as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from declared import (
+    NODES,
+    SIZES,
+    all_optional,
+    calls,
+    fixed,
+    flat,
+    graph_of,
+    needed_by,
+    shown,
+    tensors,
+)
+
+from lagraph import doc, errors
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong in an otherwise good call of a node.
+
+    argument: node name of what is wrong. kind: the error's class. bad: the port's wrong tensor,
+    made from the good one. optional: the optional ports that the call has.
+    """
+
+    node: Any
+    argument: str
+    what: str
+    kind: type
+    bad: Any
+    optional: tuple[str, ...] = ()
+
+
+def _grown(x, dim):
+    """x with one more row along a dim."""
+    pad = x.narrow(dim, 0, 1)
+    return torch.cat([x, pad], dim)
+
+
+def _wrong_dtype(port, is_first):
+    """A dtype that the port refuses beside fp32 tokens, and what it is."""
+    if port.dtype == "index":
+        return torch.float32
+    if is_first:
+        return torch.int64
+    return {"io": torch.bfloat16, "beta": torch.float16, "rows": torch.float16}.get(
+        port.dtype, torch.float64
+    )
+
+
+def _port_faults(node):
+    pools = [p.name for p in node.inputs if p.role == "pool"]
+    io = next(port for port in node.inputs if port.dtype == "io")
+    for port in node.inputs:
+        pool = ("state_indices", "initial_state") if port.name in pools else ()
+        optional = pool or tuple(all_optional(node))
+
+        def fault(what, kind, bad, port=port, optional=optional):
+            return Fault(node, port.name, what, kind, bad, optional)
+
+        if not port.optional:
+            yield fault("missing", errors.RuleBroken, lambda x: None)
+        yield fault("not a tensor", errors.DtypeMismatch, lambda x: 3.0)
+        yield fault("rank 0", errors.ShapeMismatch, lambda x: x.flatten()[0])
+        yield fault("rank too high", errors.ShapeMismatch, lambda x: x[None, None])
+        for dim in range(max(port.shapes)):
+            yield fault(f"dim {dim} too long", errors.ShapeMismatch,
+                        lambda x, dim=dim: _grown(x, dim))  # fmt: skip
+        dtype = _wrong_dtype(port, port is io)
+        yield fault(f"dtype {str(dtype).removeprefix('torch.')}", errors.DtypeMismatch,
+                    lambda x, dtype=dtype: x.to(dtype))  # fmt: skip
+        yield fault("on another device", errors.DeviceMismatch, lambda x: x.to("meta"))
+
+
+FAULTS = [fault for node in NODES for fault in _port_faults(node)]
+
+
+def options_of(fault):
+    return fixed(fault.node) | needed_by(fault.node, fault.optional)
+
+
+@cache
+def good_inputs(node, optional):
+    """GDP's rows come token-major, D per channel: more dims to get wrong."""
+    options = fixed(node) | needed_by(node, optional)
+    return tensors(node, optional, long=True, options=options)
+
+
+@cache
+def good_results(node, optional):
+    """What the good call returns."""
+    options = fixed(node) | needed_by(node, optional)
+    return calls(node)(good_inputs(node, optional), **options)
+
+
+@cache
+def good_graph(node, optional):
+    """A built graph of the good call and a function that executes it and returns an output."""
+    options = fixed(node) | needed_by(node, optional)
+    graph, outputs = graph_of(node, good_inputs(node, optional), **options)
+    first = next(out for out in outputs.values() if out is not None)
+    first.set_output(True)
+    graph.build()
+
+    def execute(given):
+        out = torch.full(first.get_dim(), float("nan"), dtype=first.get_data_type().value)
+        graph.execute({**given, first: out})
+        return out
+
+    return execute, execute(good_inputs(node, optional))
+
+
+def says(error, label, name, kind):
+    """Check an error's class and message: op, argument, expected, got, mend."""
+    text = str(error)
+    assert isinstance(error, kind), text
+    assert isinstance(error, ValueError)
+    if kind in (errors.DtypeMismatch, errors.InvalidOption):
+        assert isinstance(error, TypeError)
+    assert (error.op, text.startswith(f"{label}.")) == (label, True), text
+    assert error.expected, text
+    assert error.got, text
+    assert error.mend, text
+    assert f"expected {error.expected}, got {error.got}" in text
+    assert text.endswith(f"{error.mend}.")
+    # A dimension that two ports share is blamed on the second; the first is named beside it.
+    assert re.search(rf"\b{name}\b", f"{error.argument} {error.expected} {error.because}"), text
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(flat(a), flat(b), strict=True))
+
+
+def at(level):
+    """Every port with the faults that exist at a level, as parameters."""
+
+    def exists(fault):
+        node = fault.node
+        if level == "operator" and node.direction == "backward":
+            return fault.what != "not a tensor"  # no public function: torch checks its schema
+        if level == "operator":
+            return shown(node, fault.argument) in node.family.op_order[node.direction]
+        return level == "execute" or fault.what != "on another device"
+
+    ports = {}
+    for fault in filter(exists, FAULTS):
+        ports.setdefault(f"{fault.node.name}-{fault.argument}", []).append(fault)
+    return pytest.mark.parametrize("faults", list(ports.values()), ids=list(ports))
+
+
+def error_of(fault, call):
+    """The error that a faulty call raises."""
+    try:
+        call()
+    except errors.LagraphError as error:
+        return error
+    pytest.fail(f"{fault.argument} {fault.what}: accepted")
+
+
+def spoiled(fault):
+    """The good inputs with the fault in them."""
+    given = good_inputs(fault.node, fault.optional)
+    return given | {fault.argument: fault.bad(given[fault.argument])}
+
+
+@at("operator")
+def test_bad_tensors_are_refused_by_the_operator(faults):
+    node, optional, options = faults[0].node, faults[0].optional, options_of(faults[0])
+    wanted = good_results(node, optional)  # warm: the faults meet plans that exist
+    for fault in faults:
+        error = error_of(fault, lambda fault=fault: calls(node)(spoiled(fault), **options))
+        says(error, node.op, shown(node, fault.argument), fault.kind)
+    after = calls(node)(good_inputs(node, optional), **options)
+    assert same(after, wanted), "the next good call differs"
+
+
+@at("builder")
+def test_bad_tensors_are_refused_by_the_builder(faults):
+    for fault in faults:
+        error = error_of(
+            fault,
+            lambda fault=fault: graph_of(fault.node, spoiled(fault), **options_of(fault)),
+        )
+        says(error, fault.node.name, fault.argument, fault.kind)
+
+
+@at("execute")
+def test_bad_buffers_are_refused_by_execute(faults):
+    node, optional = faults[0].node, faults[0].optional
+    execute, wanted = good_graph(node, optional)
+    for fault in faults:
+        error = error_of(fault, lambda fault=fault: execute(spoiled(fault)))
+        if fault.what == "not a tensor":
+            says(error, "execute", "variant_pack", fault.kind)
+        else:
+            says(error, node.name, fault.argument, fault.kind)
+    assert same(execute(good_inputs(node, optional)), wanted), "the next good call differs"
+
+
+# Rules -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A call that breaks a rule: the rule's own sample, applied to a good call."""
+
+    node: Any
+    rule: Any
+
+    @property
+    def id(self):
+        return f"{self.node.name}-{self.rule.name}".replace(" ", "-")
+
+    @property
+    def optional(self):
+        added = self.rule.sample.get("add", ())
+        return tuple(name for name in added if name not in self.rule.sample.get("drop", ()))
+
+    @property
+    def sizes(self):
+        sizes = dict(SIZES, **self.rule.sample.get("sizes", {}))
+        if "v" not in self.node.port:  # without v, q must be the one with fewer heads
+            sizes["H"], sizes["HV"] = sizes["HV"], sizes["H"]
+        return sizes | {"HO": max(sizes["H"], sizes["HV"])}
+
+    def broken(self):
+        options = fixed(self.node) | self.rule.sample.get("options", {})
+        return tensors(self.node, self.optional, sizes=self.sizes), options
+
+
+BREACHES = [Breach(node, rule) for node in NODES for rule in node.rules]
+breaches = pytest.mark.parametrize("breach", BREACHES, ids=[b.id for b in BREACHES])
+
+
+def test_every_rule_has_a_sample():
+    assert len(BREACHES) > 100
+    for breach in BREACHES:
+        assert breach.rule.sample, breach.id
+
+
+@breaches
+def test_a_broken_rule_is_refused_by_the_operator(breach):
+    node, (given, options) = breach.node, breach.broken()
+    call = calls(node)
+    wanted = good_results(node, ())
+    with pytest.raises(errors.RuleBroken) as caught:
+        call(given, **options)
+    says(caught.value, node.op, shown(node, breach.rule.argument), errors.RuleBroken)
+    for attr in node.attrs:  # an option goes by the operator's name for it
+        if attr.op:
+            assert attr.name not in str(caught.value).replace(attr.op, "")
+    assert same(call(good_inputs(node, ()), **fixed(node)), wanted)
+
+
+@breaches
+def test_a_broken_rule_is_refused_by_the_builder(breach):
+    given, options = breach.broken()
+    with pytest.raises(errors.RuleBroken) as caught:
+        graph_of(breach.node, given, **options)
+    says(caught.value, breach.node.name, breach.rule.argument, errors.RuleBroken)
+
+
+# Options -----------------------------------------------------------------------------------------
+
+_WRONG = {
+    "bool": (1, "true", None),
+    "int": (1.5, "16", True, -1),
+    "float": ("0.5", [0.5], -1.0, float("nan")),
+    "float | None": ("0.5", [0.5], torch.tensor(0.5)),
+}
+_MORE = {
+    "gate_domain": ("lin", 1),
+    "gate_lower_bound": (0.0, 1.0, float("-inf")),
+    "scale": (float("inf"), float("nan")),
+    "num_householder": (0,),
+}
+OPTIONS = [
+    pytest.param(node, attr, id=f"{node.name}-{attr.name}") for node in NODES for attr in node.attrs
+]
+
+
+@pytest.mark.parametrize(("node", "attr"), OPTIONS)
+def test_bad_values_of_an_option_are_refused(node, attr):
+    given = tensors(node)
+    wrong = (*_WRONG.get(doc.type_name(attr.type), ()), *_MORE.get(attr.name, ()))
+    assert wrong
+    has = node.direction != "backward" and attr.op_name in node.family.op_order[node.direction]
+    for value in wrong:
+        options = fixed(node) | {attr.name: value}
+        if has:
+            with pytest.raises(errors.InvalidOption) as caught:
+                calls(node)(given, **options)
+            says(caught.value, node.op, attr.op_name, errors.InvalidOption)
+        if value is not None:  # to a builder, None means not given
+            with pytest.raises(errors.InvalidOption) as caught:
+                graph_of(node, given, **options)
+            says(caught.value, node.name, attr.name, errors.InvalidOption)
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
+def test_a_misspelt_option_is_refused(node):
+    given = tensors(node)
+    if node.direction != "backward":
+        with pytest.raises(TypeError, match="batch_invarient"):
+            calls(node).function(*given.values(), batch_invarient=True)
+    with pytest.raises(TypeError, match="batch_invarient"):
+        graph_of(node, given, **fixed(node), batch_invarient=True)
+
+
+def test_a_missing_number_of_updates_is_refused():
+    node = next(n for n in NODES if n.name == "gdp")
+    with pytest.raises(errors.InvalidOption, match="num_householder: expected a value"):
+        graph_of(node, tensors(node))
+    with pytest.raises(TypeError, match="num_householder"):
+        calls(node)(tensors(node))
