@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from lagraph import infer, plan, registry, select
 from lagraph.desc import (
+    DYNAMIC,
     TensorDesc,
     data_type,
     dtype_name,
@@ -38,6 +39,7 @@ from lagraph.errors import (
     DeviceMismatch,
     DtypeMismatch,
     GraphError,
+    InvalidNode,
     InvalidOption,
     NoEngine,
     PlanNotOffered,
@@ -384,6 +386,17 @@ class Graph:
                 node.name, "compute_data_type", expected="FLOAT or DOUBLE",
                 got=str(compute_data_type), mend="Drop it",
             )  # fmt: skip
+        declared = len(self._tensors)
+        try:
+            return self._fill(node, req, ports, name)
+        except InvalidNode:  # the graph stays open for a better node
+            del self._tensors[declared:]
+            self._node, self._request, self._inputs, self._outputs = None, None, {}, {}
+            raise
+
+    def _fill(
+        self, node: Node, req: Request, ports: Mapping[str, Any], name: str
+    ) -> list[Tensor | None]:
         inputs: dict[str, Tensor] = {}
         for port in node.inputs:
             value = ports[port.name]
@@ -875,6 +888,13 @@ class _Executor:
         self.count = len(node.inputs)
         self.ignored = {key for t in graph._tensors for key in (t, t.name, t.uid)} - set(self.slots)
         self.sizes = {k: v for k, v in graph._bound.sizes.items() if k in "TN" and v is not None}
+        pool = "state_indices" in graph._inputs
+        for out in node.outputs:  # a T or N that was given to an output counts, too
+            made, letter = graph._outputs.get(out.name), out.shape.split()[0]
+            if made is None or not made.dim or (pool and out.dtype == "state"):
+                continue
+            if letter in DYNAMIC and made.dim[0] is not None:
+                self.sizes.setdefault(letter, made.dim[0])
         self.pool_rows = graph._bound.sizes.get("P")
         self.accepted: set[Any] = set()
 
@@ -919,7 +939,7 @@ class _Executor:
             got = T if letter == "T" else N
             if got != size:
                 raise ShapeMismatch(
-                    self.node.name, "q" if letter == "T" else "cu_seqlens",
+                    self.node.name, "g" if letter == "T" else "cu_seqlens",
                     expected=f"{letter}={size}, as the graph declares", got=f"{letter}={got}",
                     mend=f"Leave {letter} open (None) in the graph's tensors",
                 )  # fmt: skip

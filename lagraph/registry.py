@@ -40,6 +40,12 @@ class EngineRow:
 # In order of preference.
 ENGINES: tuple[EngineRow, ...] = (
     EngineRow(
+        "triton",
+        "lagraph.engines.triton.support:SUPPORT",
+        "lagraph.engines.triton.engine:ENGINE",
+        requires=(("triton", "3.4"),),
+    ),
+    EngineRow(
         "eager", "lagraph.engines.eager.support:SUPPORT", "lagraph.engines.eager.engine:ENGINE"
     ),
 )

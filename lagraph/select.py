@@ -37,6 +37,7 @@ class SupportTable:
     devices: where it runs; default_on: where it is chosen without a pin.
     arch: lowest and highest compute capability (90 for SM90), CUDA only.
     dtypes: token dtypes; K and V: head dims by letter; layouts: highest `layout_class` of inputs.
+    loose: inputs of at most this rank may have any strides, whatever `layouts` says.
     serves: (family, direction) pairs. knobs: what a plan name may set, with the allowed values.
     without: {option: reason} for options that the engine declines when they are set.
     """
@@ -47,6 +48,7 @@ class SupportTable:
     arch: tuple[int, int | None] | None = None
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layouts: int = 3
+    loose: int = 0
     serves: frozenset[tuple[str, str]] | None = None
     knobs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class SupportTable:
                 allowed = ", ".join(map(str, sizes))
                 why.append(f"{letter}={problem.sizes[letter]} not in {{{allowed}}}")
         for name, layout in problem.layouts.items():
-            if layout > self.layouts:
+            if layout > self.layouts and problem.ranks[name] > self.loose:
                 why.append(f"strides of {name}: call {name}.contiguous() first")
         for option, reason in self.without.items():
             if getattr(problem.options, option, False):

@@ -17,6 +17,8 @@ import torch
 from draw import REGIMES, draw
 from oracle import FAMILIES
 
+from lagraph import registry
+
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 RAGGED = (5, 0, 64, 1, 0, 33, 0)
@@ -142,12 +144,13 @@ class Engine:
 
 
 EAGER = Engine("eager", "cpu", (F64, F32, BF16, F16))
-ENGINES = (
+PROMISED = (
     EAGER,
     Engine("eager", "cuda", (F64, F32, BF16, F16)),
     Engine("triton", "cuda", (F32, BF16, F16), (16, 32)),
     Engine("frost", "cuda", (BF16, F16), (64, 128)),
 )
+ENGINES = tuple(e for e in PROMISED if e.name in {row.name for row in registry.ENGINES})
 
 
 # The table -----------------------------------------------------------------------------------

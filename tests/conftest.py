@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+torch.set_num_threads(1)  # tensors are small here: threads only wait for each other
+
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("more", deadline=None, max_examples=400)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

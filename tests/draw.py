@@ -96,8 +96,8 @@ def draw(
 
     dtype: of the token tensors. gate_dtype, beta_dtype: fp32 unless given (fp64 where dtype is).
     state: dtype of initial_state, None for none. params: optional ports to draw, out of a_log,
-    dt_bias, and for Mamba-2 d (one per head), "d channels" (one per channel), z. tail: rows past the end of the
-    last sequence; they are NaN, since nothing may read them.
+    dt_bias, and for Mamba-2 d (one per head), "d channels" (one per channel), z. tail: rows past
+    the end of the last sequence; they are NaN, since nothing may read them.
     """
     options = options or {}
     rng = torch.Generator().manual_seed(seed)
@@ -183,7 +183,7 @@ def draw(
     return x
 
 
-def hostile(kind, family, *, lengths, K=16, V=16, dtype=torch.float32, gate="zero", seed=0, **sizes):
+def hostile(kind, family, *, lengths, K=16, V=16, dtype=torch.float32, gate="zero", seed=0):
     """A draw made to break fast algorithms: see HOSTILE for the kinds.
 
     Decay is off or slow, so that errors last; only "deep gates" forgets everything at once.
@@ -191,9 +191,8 @@ def hostile(kind, family, *, lengths, K=16, V=16, dtype=torch.float32, gate="zer
     if kind == "deep gates":
         gate = "deep"
     x = draw(
-        family, lengths=lengths, K=K, V=V, dtype=dtype, gate=gate, state=torch.float32, seed=seed,
-        **sizes,
-    )  # fmt: skip
+        family, lengths=lengths, K=K, V=V, dtype=dtype, gate=gate, state=torch.float32, seed=seed
+    )
     if family == "mamba2" and gate == "zero":  # dt = 0 would write nothing: A is off instead
         x["g"] = raw_gates("slow", x["g"].shape, torch.Generator().manual_seed(seed), 1.0).float()
         x["a"] = torch.full_like(x["a"], -1e-6)

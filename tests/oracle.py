@@ -16,6 +16,7 @@ S is [HO, V, K], one per sequence. Gradients are autograd's, through the very sa
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -235,7 +236,7 @@ def _forward(family, x, o, io_dtype, round_state_to=None):
     zero = tokens.new_zeros(heads, v_dim, k_dim)
 
     outputs, finals, checkpoints = [], [], []
-    for row, first, last in zip(rows, cu[:-1], cu[1:], strict=True):
+    for row, (first, last) in zip(rows, pairwise(cu), strict=True):
         if row < 0:  # padding
             outputs += [tokens.new_zeros(heads, v_dim)] * (last - first)
             continue
@@ -365,7 +366,7 @@ def _transition(family, x, o, io_dtype):
     if family == "mamba2":
         trimmed = _trim(x, cu[-1], o)
         logs = trimmed["a"] * time_step(trimmed, o) / torch.tensor(2.0, dtype=torch.float64).log()
-        parts = [logs[i:j].sum(0) for i, j in zip(cu[:-1], cu[1:], strict=True)]
+        parts = [logs[i:j].sum(0) for i, j in pairwise(cu)]
         return _stack(parts, (logs.shape[1],), logs)
     k_dim = x["k"].shape[-1]
     eye = torch.eye(k_dim, dtype=torch.float64).expand(len(cu) - 1, x["g"].shape[1], -1, -1)

@@ -328,3 +328,115 @@ def test_a_missing_number_of_updates_is_refused():
         graph_of(node, tensors(node))
     with pytest.raises(TypeError, match="num_householder"):
         calls(node)(tensors(node))
+
+
+# Values and head counts --------------------------------------------------------------------------
+
+BAD_OFFSETS = {
+    "starts above 0": [1, 2, 6],
+    "falls": [0, 4, 2],
+    "ends beyond T": [0, 2, 7],
+    "negative": [0, -1, 6],
+    "starts below 0": [-1, 2, 6],
+}
+GOOD_OFFSETS = {"ends before T": [0, 2, 5], "empty sequences": [0, 0, 0], "T = N": [0, 6, 6]}
+
+
+@pytest.mark.parametrize("values", BAD_OFFSETS.values(), ids=BAD_OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
+def test_bad_offsets_are_refused_on_a_cpu(node, dtype, values):
+    given = good_inputs(node, ()) | {"cu_seqlens": torch.tensor(values, dtype=dtype)}
+    with pytest.raises(errors.RuleBroken) as caught:
+        calls(node)(given, **fixed(node))
+    says(caught.value, node.op, "cu_seqlens", errors.RuleBroken)
+    assert str(values) in caught.value.got
+    execute, _ = good_graph(node, ())
+    if dtype is torch.int32:
+        with pytest.raises(errors.RuleBroken) as caught:
+            execute(given)
+        says(caught.value, node.name, "cu_seqlens", errors.RuleBroken)
+
+
+@pytest.mark.parametrize("values", GOOD_OFFSETS.values(), ids=GOOD_OFFSETS)
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
+def test_unusual_offsets_are_served_in_both_dtypes(node, values):
+    results = [
+        flat(calls(node)(good_inputs(node, ()) | {"cu_seqlens": torch.tensor(values, dtype=dtype)},
+                         **fixed(node)))
+        for dtype in (torch.int32, torch.int64)
+    ]  # fmt: skip
+    end = values[-1] * (SIZES["n"] if node.family.traits.substeps else 1)
+    for a, b in zip(*results, strict=True):
+        rows = slice(0, values[-1]) if a.shape[:1] == (SIZES["T"],) else slice(0, end)
+        assert torch.equal(a[rows], b[rows])
+
+
+def test_long_offsets_are_cut_short_in_the_message():
+    node = NODES[0]
+    given = good_inputs(node, ()) | {"cu_seqlens": torch.arange(1, 50)}
+    with pytest.raises(errors.RuleBroken, match=r"got \[1, 2, 3, .*\] \.\.\. \[.*49\]"):
+        calls(node)(given)
+
+
+FORWARDS = [node for node in NODES if node.direction == "forward"]
+POOL = ("initial_state", "state_indices")
+
+
+@pytest.mark.parametrize("slots", [[0, 0], [5, 0], [2, 2]], ids=["twice", "beyond", "same"])
+@pytest.mark.parametrize("node", FORWARDS, ids=lambda node: node.name)
+def test_bad_pool_rows_are_refused(node, slots):
+    given = dict(good_inputs(node, POOL))
+    before = given["initial_state"].clone()
+    given["state_indices"] = torch.tensor(slots, dtype=torch.int32)
+    with pytest.raises(errors.RuleBroken) as caught:
+        calls(node)(given, **fixed(node), output_final_state=True)
+    says(caught.value, node.op, "state_indices", errors.RuleBroken)
+    assert torch.equal(given["initial_state"], before), "the pool was written all the same"
+
+
+HEADS = {"HV not a multiple": (3, 3, 4), "H not a multiple": (4, 4, 3), "HK of neither": (2, 3, 4),
+         "HK divides, but is neither": (4, 1, 2), "no key heads": (2, 0, 2)}  # fmt: skip
+DELTA = [n for n in NODES if n.family.traits.delta and n.direction in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("node", DELTA, ids=lambda node: node.name)
+def test_head_counts_that_map_past_the_last_head_are_refused(node, heads):
+    H, HK, HV = heads
+    sizes = SIZES | {"H": H, "HK": HK, "HV": HV, "HO": max(H, HV)}
+    for call in (
+        lambda: calls(node)(tensors(node, sizes=sizes), **fixed(node)),
+        lambda: graph_of(node, tensors(node, sizes=sizes), **fixed(node)),
+    ):
+        with pytest.raises(errors.InvalidNode) as caught:
+            call()
+        assert isinstance(caught.value, ValueError)
+        assert len(set(re.findall(r"\d", str(caught.value))) & set(map(str, heads))) >= 1
+
+
+SERVED_HEADS = {"equal": (2, 2, 2), "grouped queries": (4, 2, 2), "grouped keys": (2, 2, 4),
+                "keys as values": (2, 4, 4), "one key head": (1, 1, 4)}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", SERVED_HEADS.values(), ids=SERVED_HEADS)
+@pytest.mark.parametrize("node", [n for n in NODES if n.family.traits.delta], ids=lambda n: n.name)
+def test_documented_head_counts_are_served(node, heads):
+    H, HK, HV = heads
+    sizes = SIZES | {"H": H, "HK": HK, "HV": HV, "HO": max(H, HV)}
+    results = flat(calls(node)(tensors(node, sizes=sizes), **fixed(node)))
+    assert all(x.isfinite().all() for x in results)
+
+
+@pytest.mark.parametrize(
+    ("direction", "heads"),
+    [("summary", (4, 1, 2)), ("summary_backward", (2, 1, 4))],
+    ids=["summary", "summary_backward"],
+)
+def test_summaries_refuse_key_heads_that_no_call_could_have(direction, heads):
+    """HK = 1 with four output heads, two of them told by v or q, is neither H nor HV."""
+    node = next(n for n in NODES if n.family.name == "gdn" and n.direction == direction)
+    H, HK, HV = heads
+    sizes = SIZES | {"H": H, "HK": HK, "HV": HV, "HO": max(H, HV)}
+    with pytest.raises(errors.RuleBroken, match=r"expected HK heads, HK = H or HV, got HK=1"):
+        calls(node)(tensors(node, sizes=sizes))

@@ -15,8 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from .decay import HeadDecay, KeyDecay, bounded_exp, group, ungroup
+from lagraph.engines.eager.decay import HeadDecay, KeyDecay, bounded_exp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +40,42 @@ class Update:
     write: torch.Tensor
     erase: torch.Tensor | None = None
     amount: torch.Tensor | None = None
+
+
+def _group(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, HO, C, V] to [B, h, C, HO/h * V], to serve a group of heads by one product."""
+    if x.shape[1] == heads:
+        return x
+    return x.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
+
+
+def _stack(s: torch.Tensor, heads: int) -> torch.Tensor:
+    """States [B, HO, V, K] as [B, h, HO/h * V, K]."""
+    return s.unflatten(1, (heads, -1)).flatten(2, 3)
+
+
+def _write(r: torch.Tensor, k: torch.Tensor, left: torch.Tensor | None) -> torch.Tensor:
+    """(left r)^T k, [B, h, HO/h * V, K], for r [B, HO, C, V] and k [B, h, C, K]."""
+    return _group(r if left is None else r * left, k.shape[1]).mT @ k
+
+
+def _read(k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """k s^T, [B, HO, C, V], for k [B, h, C, K] and s [B, HO, V, K]."""
+    y = k @ _stack(s, k.shape[1]).mT
+    if k.shape[1] == s.shape[1]:
+        return y
+    return y.unflatten(3, (-1, s.shape[2])).transpose(2, 3).flatten(1, 2)
+
+
+def _split(
+    grad: torch.Tensor, x: torch.Tensor, factor: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of x [B, h, C, K] and factor [B, HO, C, 1] from that of their product."""
+    if factor is None:
+        return grad, None
+    split = (x.shape[1], -1)
+    dfactor = (grad.unflatten(1, split) * x.unsqueeze(2)).flatten(1, 2).sum(-1, keepdim=True)
+    return (grad * factor).unflatten(1, split).sum(2), dfactor
 
 
 class Solve(torch.autograd.Function):
@@ -89,7 +124,8 @@ class Scan(torch.autograd.Function):
         states = s.new_empty(len(u) + len(s), *s.shape[1:])
         states[: len(s)] = s
         end = torch.empty_like(s)
-        r, writes = (u, _write(u, k, left)) if w is None else (torch.empty_like(u), None)
+        r = u if w is None else torch.empty_like(u)
+        writes = _write(u, k, left) if w is None else u  # at once, or level by level
         levels = list(pairwise(accumulate(counts, initial=0)))
         for (a, b), rest in zip(levels, (*counts[1:], 0), strict=True):
             now, new = states[a:b], states[b : 2 * b - a]
@@ -103,54 +139,42 @@ class Scan(torch.autograd.Function):
         entry = states[: len(u)]
         ctx.levels = levels
         ctx.save_for_backward(r, w, k, left, half, entry)
-        ctx.set_materialize_grads(False)
         return None if w is None else r, entry, end
 
     @staticmethod
-    def backward(
-        ctx: Any, dr: torch.Tensor | None, dentry: torch.Tensor | None, ds: torch.Tensor | None
-    ) -> Any:
+    def backward(ctx: Any, dr: torch.Tensor, dentry: torch.Tensor, ds: torch.Tensor) -> Any:
         r, w, k, left, half, entry = ctx.saved_tensors
-        n = ctx.levels[0][1]
-        ds = entry.new_zeros(n, *entry.shape[1:]) if ds is None else ds.clone()
-        after = torch.empty_like(entry)  # the state's gradient at the end of each chunk
-        seen = torch.empty_like(r)  # of (left r), through the writes
-        du = seen if left is None and dr is None else torch.empty_like(r)
-        width = r.shape[-1]
-        for a, b in reversed(ctx.levels):
-            now = ds[: b - a]
-            after[a:b] = now
-            if w is not None:
-                seen[a:b] = _read(k[a:b], now)
-                grad = seen[a:b] if left is None else seen[a:b] * left[a:b]
-                du[a:b] = grad if dr is None else grad + dr[a:b]
-            now.mul_(half[a:b]).mul_(half[a:b])
-            if dentry is not None:
-                now.add_(dentry[a:b])
-            if w is not None:
-                now.sub_(du[a:b].mT @ w[a:b])
+        after = torch.empty_like(entry)  # gradients of the states that chunks end with
+        start, du = torch.empty_like(ds), torch.empty_like(r)
+        # What ends at a level comes from ds, the rest from the next level.
+        for (lower, a), (_, b) in pairwise(ctx.levels):
+            after[lower + b - a : a] = ds[b - a : a - lower]
+        a, b = ctx.levels[-1]
+        after[a:b] = ds[: b - a]
+        for index in reversed(range(len(ctx.levels))):
+            a, b = ctx.levels[index]
+            now = after[a:b]
+            lower = ctx.levels[index - 1][0]
+            target = after[lower : lower + b - a] if index else start
+            back = torch.addcmul(dentry[a:b], now * half[a:b], half[a:b])
+            if w is None:
+                target.copy_(back)
+                continue
+            seen = _read(k[a:b], now)
+            if left is None:
+                torch.add(dr[a:b], seen, out=du[a:b])
+            else:
+                torch.addcmul(dr[a:b], seen, left[a:b], out=du[a:b])
+            torch.sub(back, du[a:b].mT @ w[a:b], out=target)
         if w is None:
-            seen = _read(k, after)
-            du = seen if left is None else seen * left
-        dw = None if w is None else (du @ entry).neg_()
-        scaled = r if left is None else r * left
-        grouped = after.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-        dk = group(scaled, k.shape[1]) @ grouped
-        dleft = None if left is None else (seen * r).sum(-1, keepdim=True)
+            du, dw = _read(k, after) if left is None else _read(k, after) * left, None
+        else:
+            dw = (du @ entry).neg_()
+        dk, dleft = _split(r @ after, k, left)
         dtotal = (entry * after).sum(2, keepdim=True)
         if half.shape[-1] == 1:
             dtotal = dtotal.sum(-1, keepdim=True)
-        return du, dw, dk, dleft, dtotal * half * half, ds, None
-
-
-def _write(r: torch.Tensor, k: torch.Tensor, left: torch.Tensor | None) -> torch.Tensor:
-    """(left r)^T k, [B, h, HO/h * V, K], for r [B, HO, C, V] and k [B, h, C, K]."""
-    return group(r if left is None else r * left, k.shape[1]).mT @ k
-
-
-def _read(k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """k s^T, [B, HO, C, V], for k [B, h, C, K] and s [B, HO, V, K]."""
-    return ungroup(k @ s.unflatten(1, (k.shape[1], -1)).flatten(2, 3).mT, s.shape[2])
+        return du, dw, dk, dleft, dtotal * half * half, start, None
 
 
 class Output(torch.autograd.Function):
@@ -177,22 +201,18 @@ class Output(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         q, entered, s, p, r = ctx.saved_tensors
         ds = _write(dy, q, entered).view_as(s)
-        dq, dentered = dy @ s, None
-        if entered is not None:
-            heads = dq.unflatten(1, (q.shape[1], -1))
-            dentered = (heads * q.unsqueeze(2)).flatten(1, 2).sum(-1, keepdim=True)
-            dq = (dq * entered).unflatten(1, (q.shape[1], -1)).sum(2)
+        dq, dentered = _split(dy @ s, q, entered)
         return dq, dentered, ds, dy @ r.mT, p.mT @ dy, None
 
 
 def run_chunks(
     x: Update, s: torch.Tensor, counts: Sequence[int], blank: bool = False
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Outputs [B, HO, C, V] of a tile's chunks (None without q), the states [B, HO, V, K] that
     chunks are entered with, and those at the end; s [N, HO, V, K] enters the tile."""
     decay = HeadDecay(x.g) if x.g.dim() == 3 else KeyDecay(x.g)
     rows = [a for a in (x.erase, x.q) if a is not None]
-    scores = list(decay.scores(x.k, *rows))
+    scores = list(decay.scores(x.k, *rows)) if rows else []
     r, w = x.write, None
     if x.erase is not None:
         a, (w, factor) = scores.pop(0), decay.enter(x.erase)

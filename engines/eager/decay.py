@@ -3,11 +3,11 @@
 Shapes: B chunks, h key heads, HO heads of gates and state, C rows of a chunk, K key channels.
 Exponents are sums of log decays over the very rows that they span, so that they are at most 0
 wherever g <= 0, keep their relative accuracy, and leave nothing to cancel in the gates' gradients.
-Both classes have the same methods:
-    scores(b, *as) P_ij = sum_d a_id b_jd decay_d(j -> i) for i >= j, else 0, [B, HO, C, C], of every a
+Both classes have
+    total          log decay over the chunk [B, HO, 1, 1] or [B, HO, 1, K]
+    scores(b, *a)  for every a, sum_d a_id b_jd decay_d(j -> i) for i >= j, else 0: [B, HO, C, C]
     enter(a)       a_i decay(entry -> i), as rows and a factor [B, HO, C, 1] that they still lack
     leave(k)       k_i decay(i -> end), likewise
-    total          log decay over the chunk                            [B, HO, 1, 1] or [B, HO, 1, K]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HeadDecay", "KeyDecay", "bounded_exp", "group", "ungroup"]
+__all__ = ["HeadDecay", "KeyDecay", "bounded_exp"]
 
 
 def bounded_exp(x: torch.Tensor, share: float = 1.0) -> torch.Tensor:
@@ -26,20 +26,6 @@ def bounded_exp(x: torch.Tensor, share: float = 1.0) -> torch.Tensor:
     share: of a product of exponentials that has to be finite, this one's part.
     """
     return x.clamp(max=share * (700.0 if x.dtype == torch.float64 else 80.0)).exp()
-
-
-def group(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, HO, C, V] to [B, h, C, HO/h * V], to serve the heads of a group by one product."""
-    if x.shape[1] == heads:
-        return x
-    return x.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
-
-
-def ungroup(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[B, h, C, HO/h * V] to [B, HO, C, V] of V = width."""
-    if x.shape[3] == width:
-        return x
-    return x.unflatten(3, (-1, width)).transpose(2, 3).flatten(1, 2)
 
 
 class HeadDecay:
@@ -80,13 +66,15 @@ def _spans(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.T
     [C, C]: rows up to and with i. [C, C]: rows after i. [log2(C) C, C]: for blocks of 2, 4, .., C
     rows whose second half starts at row m, rows m to i if i is in it, else rows after i before m.
     """
-    i = torch.arange(rows, device=device)[:, None]
-    t = torch.arange(rows, device=device)[None, :]
-    halves = [torch.empty(0, rows, dtype=torch.bool, device=device)]
-    for level in range(rows.bit_length() - 1):
-        m = (i >> (level + 1) << (level + 1)) + (1 << level)
-        halves.append(torch.where(i >= m, (t >= m) & (t <= i), (t > i) & (t < m)))
-    return (t <= i).to(dtype), (t > i).to(dtype), torch.cat(halves).to(dtype)
+    # Kept for later calls, which may record gradients.
+    with torch.inference_mode(False):
+        i = torch.arange(rows, device=device)[:, None]
+        t = torch.arange(rows, device=device)[None, :]
+        halves = [torch.empty(0, rows, dtype=torch.bool, device=device)]
+        for level in range(rows.bit_length() - 1):
+            m = (i >> (level + 1) << (level + 1)) + (1 << level)
+            halves.append(torch.where(i >= m, (t >= m) & (t <= i), (t > i) & (t < m)))
+        return (t <= i).to(dtype), (t > i).to(dtype), torch.cat(halves).to(dtype)
 
 
 class SpanExp(torch.autograd.Function):
@@ -133,12 +121,13 @@ class Pairs(torch.autograd.Function):
             low, high = _halves(_level(halves, level, size), level)
             dlow, dhigh = _halves(_level(dhalves, level, size), level)
             b_high = _halves(b, level)[1]
-            right, dright, dleft_a = b_high * high, 0.0, 0.0
+            right = b_high * high
+            dright, dleft_a = torch.zeros_like(right), torch.zeros_like(right)
             for dp, a, da in zip(grads, rows, das, strict=True):
                 corner, a_low = _corners(dp, level), _halves(a, level)[0]
                 dleft = corner @ right
-                dright = dright + corner.mT @ (a_low * low)
-                dleft_a = dleft_a + dleft * a_low
+                dright += corner.mT @ (a_low * low)
+                dleft_a.addcmul_(dleft, a_low)
                 _halves(da, level)[0].addcmul_(dleft, low)
             dlow.copy_(dleft_a)
             torch.mul(dright, b_high, out=dhigh)
@@ -158,7 +147,7 @@ def _halves(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _corners(p: torch.Tensor, level: int) -> torch.Tensor:
-    """Where lower halves meet upper halves in p [B, HO, C, C], [B, HO, blocks, 2^level, 2^level]."""
+    """Where lower halves meet upper halves in p [B, HO, C, C]: [B, HO, blocks, 2^l, 2^l]."""
     shape = (-1, 2, 1 << level)
     blocks = p.unflatten(3, shape).unflatten(2, shape).diagonal(dim1=2, dim2=5)
     return blocks[:, :, 1, :, 0].movedim(-1, 2)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
-from .scan import Scanner
+from lagraph.engines.eager.scan import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ class EagerPlan:
     def __init__(self, problem: Problem, chunk: int) -> None:
         self.problem, self.chunk = problem, chunk
 
-    def workspace_size(self, T: int, N: int) -> int:  # noqa: N803
+    def workspace_size(self, T: int, N: int) -> int:
         """Bytes of workspace: none, PyTorch allocates."""
         return 0
 

@@ -5,12 +5,11 @@ Shapes: B chunks, HO heads, C rows of a chunk, K key channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-
-from .decay import bounded_exp
+from lagraph.engines.eager.decay import bounded_exp
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -21,13 +20,27 @@ LINEAR_FLOOR = 1e-10
 LOG_FLOOR = -800.0  # exp() of it is 0 in fp64 too; keeps -inf out of the sums
 
 
+class Sigmoid(torch.autograd.Function):
+    """sigmoid(x), with a slope that keeps its digits where the value rounds to 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * torch.sigmoid(x) * torch.sigmoid(-x)
+
+
 def _per_head(x: torch.Tensor) -> torch.Tensor:
     """A parameter [HO] or [HO, K] against gates [B, HO, C] or [B, HO, C, K]."""
     return x[:, None] if x.dim() == 1 else x[:, None, :]
 
 
 def log_decay(x: SimpleNamespace, options: SimpleNamespace) -> torch.Tensor:
-    """Log decays g from the gate x.g [B, HO, C] or [B, HO, C, K] in the form that the node names."""
+    """Log decays from the gate x.g [B, HO, C] or [B, HO, C, K], in the form that options name."""
     g = x.g
     if options.safe_gate:
         g = g if x.dt_bias is None else g + _per_head(x.dt_bias)
@@ -36,7 +49,7 @@ def log_decay(x: SimpleNamespace, options: SimpleNamespace) -> torch.Tensor:
         if x.g.dim() == 3:
             g = -amp * F.softplus(g, threshold=40.0)
         else:
-            g = options.gate_lower_bound * torch.sigmoid(amp * g)
+            g = options.gate_lower_bound * Sigmoid.apply(amp * g)
     elif options.gate_domain == "linear":
         g = g.clamp(min=LINEAR_FLOOR).log()
     return g.clamp(min=LOG_FLOOR)
@@ -53,7 +66,7 @@ def strength(beta: torch.Tensor, options: SimpleNamespace) -> torch.Tensor:
     """Update strengths from beta, of any shape."""
     if not options.use_beta_sigmoid:
         return beta
-    return torch.sigmoid(beta) * (2.0 if options.allow_neg_eigval else 1.0)
+    return Sigmoid.apply(beta) * (2.0 if options.allow_neg_eigval else 1.0)
 
 
 @torch.no_grad()

@@ -1,24 +1,25 @@
 """Drivers of the four directions: varlen batches, states and their pools, checkpoints, gradients.
 
-Everything runs tile by tile (see `table`), so memory beyond inputs and outputs does not grow with
-the number of tokens. The backward recomputes a tile under autograd from the state that enters it
-and carries the state's gradient to the tile before.
+Everything runs tile by tile (see `table`), so that memory beyond inputs and outputs is that of a
+tile; the backward holds a few, and the state that enters each. It records a tile under autograd
+from that state, and carries the state's gradient to the tile before.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from .chunk import Update, run_chunks
-from .steps import FAMILIES
-from .table import Block, Tile, blocks
+import torch.nn.functional as F
+from lagraph.engines.eager.chunk import Update, run_chunks
+from lagraph.engines.eager.steps import FAMILIES
+from lagraph.engines.eager.table import Block, Tile, blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from lagraph.problem import Problem
 
@@ -61,21 +62,22 @@ class Scanner:
         count = len(offsets) - 1
         slots = ins.get("state_indices")
         known = offsets if slots is None else torch.cat([offsets, slots.long()])
-        known = known.tolist()
-        self.spans = list(zip(known[:count], known[1 : count + 1], strict=True))
-        self.slots = list(range(count)) if slots is None else known[count + 1 :]
+        values = known.tolist()
+        self.spans = list(pairwise(values[: count + 1]))
+        self.slots = list(range(count)) if slots is None else values[count + 1 :]
         self.active = [i for i in range(count) if self.slots[i] >= 0]
 
     # ---- pieces that the directions share
 
     def blocks(self) -> Iterator[Block]:
         """The call's sequences, in blocks."""
+        every = getattr(self.options, "checkpoint_every_n_tokens", 0)
         numbers = self.chunk * (self.keys + self.values) + self.values * self.keys
         return blocks(
             self.spans,
             self.active,
             chunk=self.chunk,
-            every=getattr(self.options, "checkpoint_every_n_tokens", 0),
+            every=every if "state_checkpoints" in self.outs else 0,
             substeps=self.substeps,
             limit=max(TILE_NUMBERS // (self.heads * numbers), 1),
             apart=self.options.batch_invariant,
@@ -93,16 +95,11 @@ class Scanner:
         shape = (len(block.ids), self.heads, self.values, self.keys)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def identity(self, block: Block) -> torch.Tensor:
-        """The state [n, HO, K, K] that a walk without writes turns into the transition."""
-        eye = torch.eye(self.keys, dtype=self.dtype, device=self.device)
-        return eye.repeat(len(block.ids), self.heads, 1, 1)
-
     def store(self, name: str, block: Block, s: torch.Tensor) -> None:
         """Write a block's states, or whatever else there is one of per sequence."""
         if name in self.outs:
             out = self.outs[name]
-            out.index_copy_(0, self.rows(block), s.to(out.dtype))
+            out.index_copy_(0, self.rows(block), s.to(out))
 
     def gather(self, tile: Tile, *skip: str) -> dict[str, torch.Tensor]:
         """A tile's tokens by name, [B, heads, C, ...]."""
@@ -139,23 +136,14 @@ class Scanner:
                 made.erase = made.erase.masked_fill(idle, 0.0)
         return x, made
 
-    def log2_decay(self, tile: Tile, made: Update, total: torch.Tensor) -> None:
-        """Add log2 of a tile's decays to total [n, HO]."""
-        sums = made.g.to(total.dtype).sum(-1) / math.log(2.0)
-        at = 0
-        for count in tile.counts:
-            total[:count] += sums[at : at + count]
-            at += count
-
     # ---- directions
 
     def forward(self) -> None:
         """O, O_pre, final_state, state_checkpoints."""
-        out, before, dumps = (self.outs.get(n) for n in ("O", "O_pre", "state_checkpoints"))
+        before, dumps = self.outs.get("O_pre"), self.outs.get("state_checkpoints")
         for i in set(range(len(self.spans))).difference(self.active):
-            for tensor in (out, before):
-                if tensor is not None:
-                    tensor[slice(*self.spans[i])] = 0
+            for name in {"O", "O_pre"}.intersection(self.outs):
+                self.outs[name][slice(*self.spans[i])] = 0
         for block in self.blocks():
             s = self.states("initial_state", block)
             for tile in map(block.tile, range(len(block))):
@@ -163,7 +151,7 @@ class Scanner:
                 y, entry, end = run_chunks(made, s[: tile.counts[0]], tile.counts)
                 s[: tile.counts[0]] = end
                 pre, y = self.family.readout(x, y)
-                tile.reads.scatter(y, out)
+                tile.reads.scatter(y, self.outs["O"])
                 if before is not None:
                     tile.reads.scatter(pre, before)
                 if dumps is not None and tile.dumps is not None:
@@ -201,7 +189,8 @@ class Scanner:
 
         The way to the last tile records as many as may be held; others are recorded once more.
         """
-        s, entries, held = self.states("initial_state", block), [], {}
+        held: dict[int, Any] = {}
+        s, entries = self.states("initial_state", block), []
         for index in range(len(block)):
             entries.append(s)
             if index >= len(block) - HELD_TILES:
@@ -232,55 +221,58 @@ class Scanner:
         return tile, leaves, y, end
 
     def summary(self) -> None:
-        """final_state and transition, as more rows of the same state."""
-        wide = self.traits.delta and "transition" in self.outs
-        for block in self.blocks():
-            s = self.states("initial_state", block)
-            total = torch.zeros(s.shape[:2], dtype=torch.float64, device=self.device)
-            s = torch.cat([s, self.identity(block)], 2) if wide else s
-            for tile in map(block.tile, range(len(block))):
-                _, made = self.update(tile, self.gather(tile, "q") | self.params)
-                if wide:
-                    silent = made.write.new_zeros(*made.write.shape[:3], self.keys)
-                    made.write = torch.cat([made.write, silent], -1)
-                s[: tile.counts[0]] = run_chunks(made, s[: tile.counts[0]], tile.counts)[2]
-                if not self.traits.delta:
-                    self.log2_decay(tile, made, total)
-            self.store("final_state", block, s[:, :, : self.values])
-            self.store("transition", block, s[:, :, self.values :] if wide else total)
+        """final_state and transition."""
+
+        def ahead(tile: Tile, made: Update, s: torch.Tensor) -> torch.Tensor:
+            return run_chunks(made, s, tile.counts)[2]
+
+        self.summarize("initial_state", "final_state", ahead, 1)
 
     def summary_backward(self) -> None:
-        """d_initial_state for writes of zero, which do not matter to it, and transition."""
+        """d_initial_state and transition. Writes do not matter to them, so they are zero."""
+
+        def back(tile: Tile, made: Update, ds: torch.Tensor) -> torch.Tensor:
+            dy = _silence(tile.reads.gather(self.ins["dO"], self.dtype), tile)
+            dy = F.pad(dy, (0, ds.shape[2] - dy.shape[3]))
+            with torch.enable_grad():
+                s = torch.zeros(ds.shape, dtype=self.dtype, device=self.device).requires_grad_()
+                y, _, end = run_chunks(made, s, tile.counts, blank=True)
+            return torch.autograd.grad([y, end], [s], [dy, ds])[0]
+
+        self.summarize("d_final_state", "d_initial_state", back, -1)
+
+    def summarize(
+        self,
+        source: str,
+        target: str,
+        walk: Callable[[Tile, Update, torch.Tensor], torch.Tensor],
+        direction: int,
+    ) -> None:
+        """Carry states from input `source` over every tile to output `target`.
+
+        The transition is what becomes of an identity, as further rows of the same state.
+        """
+        extra = self.keys if self.traits.delta and "transition" in self.outs else 0
+        eye = torch.eye(extra, dtype=self.dtype, device=self.device)
         for block in self.blocks():
-            ds = self.states("d_final_state", block)
-            total = torch.zeros(ds.shape[:2], dtype=torch.float64, device=self.device)
-            turn = self.identity(block) if self.traits.delta and "transition" in self.outs else None
-            for index in reversed(range(len(block))):
+            s = self.states(source, block)
+            log2 = torch.zeros(s.shape[:2], dtype=self.dtype, device=self.device)
+            if extra:
+                s = torch.cat([s, eye.expand(*s.shape[:2], -1, -1)], 2)
+            for index in range(len(block))[::direction]:
                 tile = block.tile(index)
-                count = tile.counts[0]
-                dout = _silence(tile.reads.gather(self.ins["dO"], self.dtype), tile)
                 with torch.inference_mode(False):
                     _, made = self.update(tile, self.gather(tile) | self.params)
-                back = ds[:count]
-                if turn is not None:
-                    made.write = made.write.new_zeros(
-                        *made.write.shape[:3], self.values + self.keys
-                    )
-                    back = torch.cat([back, turn[:count]], 2)
-                    dout = torch.cat(
-                        [dout, dout.new_zeros(*dout.shape[:3], self.keys)], -1
-                    )
-                with torch.inference_mode(False), torch.enable_grad():
-                    s = torch.zeros(back.shape, dtype=self.dtype, device=self.device)
-                    y, _, end = run_chunks(made, s.requires_grad_(), tile.counts)
-                    (back,) = torch.autograd.grad([y, end], [s], [dout, back])
-                ds[:count] = back[:, :, : self.values]
-                if turn is not None:
-                    turn[:count] = back[:, :, self.values :]
+                    made.write = F.pad(made.write, (0, extra))
+                    end = walk(tile, made, s[: tile.counts[0]])
+                s[: tile.counts[0]] = end
                 if not self.traits.delta:
-                    self.log2_decay(tile, made, total)
-            self.store("d_initial_state", block, ds)
-            self.store("transition", block, total if turn is None else turn)
+                    sums, at = made.g.sum(-1) / math.log(2.0), 0
+                    for count in tile.counts:
+                        log2[:count] += sums[at : at + count]
+                        at += count
+            self.store(target, block, s[:, :, : self.values])
+            self.store("transition", block, s[:, :, self.values :] if extra else log2)
 
 
 def _scaled(x: torch.Tensor | None, scale: float, norm: bool) -> torch.Tensor | None:

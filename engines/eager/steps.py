@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from .chunk import Update
-from .gates import guard, log_decay, strength, time_step
+from lagraph.engines.eager.chunk import Update
+from lagraph.engines.eager.gates import guard, log_decay, strength, time_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,9 +57,7 @@ class Family(NamedTuple):
     """A family's step, and what happens to its outputs: (x, y) to y before and after a gate."""
 
     step: Callable[[SimpleNamespace, SimpleNamespace], Update]
-    readout: Callable[
-        [SimpleNamespace, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
-    ] = plain
+    readout: Callable[[SimpleNamespace, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = plain
 
 
 FAMILIES = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Block", "Lane", "Tile", "blocks", "pow2"]
 
@@ -100,14 +100,14 @@ class Block:
         device: torch.device,
     ) -> None:
         lengths = [(spans[i][1] - spans[i][0]) * substeps for i in ids]
-        self.ids = torch.tensor(ids, dtype=torch.int64)
+        self.ids = list(ids)
         self.chunk, self.substeps, self.device = chunk, substeps, device
         self.dumping = every > 0
         self.every = every or max(lengths[0], 1)
         self.per_window = -(-self.every // chunk)
-        self.starts = torch.tensor([spans[i][0] * substeps for i in ids], dtype=torch.int64)
-        self.stops = self.starts + torch.tensor(lengths, dtype=torch.int64)
-        self.dump_rows = torch.tensor([dump_rows[i] for i in ids], dtype=torch.int64)
+        self.starts = _integers(spans[i][0] * substeps for i in ids)
+        self.stops = self.starts + _integers(lengths)
+        self.dump_rows = _integers(dump_rows[i] for i in ids)
         chunks = [
             n // self.every * self.per_window + -(-(n % self.every) // chunk) for n in lengths
         ]
@@ -132,13 +132,13 @@ class Block:
     def tile(self, index: int) -> Tile:
         """Tile number `index`."""
         first, last = self.cuts[index], self.cuts[index + 1]
-        counts = torch.tensor(self.counts[first:last])
-        level = torch.arange(first, last).repeat_interleave(counts)
-        seq = torch.arange(len(level)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        counts = _integers(self.counts[first:last])
+        level = _integers(range(first, last)).repeat_interleave(counts)
+        seq = _integers(range(len(level))) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         window = self.starts[seq] + level // self.per_window * self.every
         start = window + level % self.per_window * self.chunk
         stop = torch.minimum(window + self.every, self.stops[seq]).clamp(max=start + self.chunk)
-        rows = start[:, None] + torch.arange(self.chunk)
+        rows = start[:, None] + _integers(range(self.chunk))
         owned = (rows < stop[:, None]).flatten()
         rows = torch.minimum(rows, stop[:, None] - 1).flatten()
         dumps = None
@@ -160,6 +160,11 @@ class Block:
         slots = owned.nonzero().flatten()
         live = slots.to(self.device), rows[slots].to(self.device)
         return Lane(self.chunk, rows.to(self.device), live)
+
+
+def _integers(values: Iterable[int]) -> torch.Tensor:
+    """A table on the CPU, whatever the default device is."""
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 def blocks(
@@ -189,5 +194,5 @@ def blocks(
     for first in range(0, len(order), width):
         some = order[first : first + width]
         longest = (spans[some[0]][1] - spans[some[0]][0]) * substeps
-        fit = min(chunk, pow2(longest))
+        fit = min(chunk, pow2(min(longest, every or longest)))
         yield Block(some, spans, dump_rows, fit, every, limit, substeps, device)

@@ -23,6 +23,7 @@ class Config:
     """Tiles and launch shapes.
 
     chunk: steps a chunk; queries: query rows of a chunk.
+    share: heads of one group whose factors one program makes.
     block_k: K-block of the factor kernels; block_v: V-slice of the serial kernels.
     *_warps, *_stages: launch shape of each kernel.
     precision: how fp32 operands are multiplied.
@@ -30,6 +31,7 @@ class Config:
 
     chunk: int
     queries: int
+    share: int
     block_k: int
     block_v: int
     factor_warps: int
@@ -41,6 +43,15 @@ class Config:
 
 # Architectures whose blocks get at most 99 KB of shared memory.
 SMALL_SHARED = frozenset({86, 87, 89, 120, 121})
+
+
+def _share(problem: Problem, most: int) -> int:
+    """Heads with the same q and k head that one program serves: a power of two, at most `most`."""
+    size = problem.sizes
+    if problem.traits.gate == "key":
+        return 1
+    group = size["HO"] // max(size.get("H", 1), size["HK"])
+    return min(group & -group, most)
 
 
 def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
@@ -68,7 +79,11 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     return Config(
         chunk=chunk,
         queries=queries,
-        block_k=min(size["K"], int(knobs.get("block_k", 32 if wide else 64))),
+        share=_share(problem, int(knobs.get("share", 4 if problem.traits.delta else 8))),
+        # A K-block of gates passes through a C x C tile under a gate per key.
+        block_k=min(
+            size["K"], int(knobs.get("block_k", 32 if wide else 64)), chunk if key_gate else 256
+        ),
         block_v=min(size["V"], int(knobs.get("block_v", 16 if wide else 64))),
         factor_warps=int(knobs.get("factor_warps", 8 if key_gate else 4)),
         factor_stages=int(knobs.get("factor_stages", 1 if wide else 2)),

@@ -22,11 +22,13 @@ class TritonEngine:
     supports: Any = None
 
     def plan(self, problem: Problem, knobs: Mapping[str, int | str]) -> Any:
-        from . import launch
+        from . import backward, launch
 
         plans = {
             "forward": launch.ForwardPlan,
+            "backward": backward.BackwardPlan,
             "summary": launch.SummaryPlan,
+            "summary_backward": backward.SummaryBackwardPlan,
         }
         return plans[problem.direction](problem, knobs)
 

@@ -48,6 +48,9 @@ def _strides(rank: int, x: torch.Tensor | None) -> tuple[int, ...]:
 class _Plan:
     """What all directions share: sizes, options as kernel constants, and the factor stage."""
 
+    # Whether the factor stage multiplies the write strength into the inverse.
+    fold = True
+
     def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
         self.problem = problem
         self.config = choose(problem, knobs)
@@ -64,6 +67,7 @@ class _Plan:
         dt_max = getattr(options, "dt_max", None)
         self.dt_max = UNBOUNDED if dt_max is None or dt_max == inf else float(dt_max)
         self.query = "q" in problem.inputs
+        self.split = self.delta and bool(knobs.get("split", 0))
         self.scratch = self._factor_scratch()
 
     # Scratch ------------------------------------------------------------------------------------
@@ -78,7 +82,9 @@ class _Plan:
         else:
             scratch.append(Scratch("rows", heads * 4 * c, torch.float32))
         if self.delta:
-            scratch.append(Scratch("inverse", heads * c * c, self.io))
+            parts = 2 if self.split else 1
+            scratch.append(Scratch("inverse", parts * heads * c * c, self.io))
+            scratch.append(Scratch("solve", heads * c * c, torch.float32))
         if self.query:
             scratch.append(Scratch("scores", heads * self.config.queries * c, self.io))
         return scratch
@@ -107,7 +113,11 @@ class _Plan:
     # Stages -------------------------------------------------------------------------------------
 
     def inputs(self, ins: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        return dict(zip(self.problem.inputs, ins, strict=True))
+        x = dict(zip(self.problem.inputs, ins, strict=True))
+        for name in ("a_log", "dt_bias", "a"):  # a few numbers a head, read as dense
+            if x.get(name) is not None:
+                x[name] = x[name].contiguous()
+        return x
 
     def steps(self, x: torch.Tensor | None, rank: int) -> tuple[int, int, int]:
         """Strides of token, sub-token and head of a tensor whose expanded form has this rank."""
@@ -137,29 +147,31 @@ class _Plan:
             "NORM": bool(getattr(options, "use_qk_l2norm", False)),
             "SIGMOID": bool(getattr(options, "use_beta_sigmoid", False)),
             "DOUBLE": bool(getattr(options, "allow_neg_eigval", False)),
+            "SPLIT": self.split,
             "PREC": config.precision,
+            "FOLD": self.fold,
             "num_warps": config.factor_warps,
             "num_stages": config.factor_stages,
         }
         shape = {**self.heads, "K": self.K, "C": config.chunk, "BK": config.block_k}
-        grid = (slots * self.HO,)
         if self.key_gate:
             s_bt, s_bh = beta.stride(0), beta.stride(1)
-            factor_key_kernel[grid](
+            factor_key_kernel[(slots * self.HO,)](
                 q, k, g, beta, x.get("a_log"), x.get("dt_bias"), cu,
-                ws["erase"], ws.get("query"), ws["key"], ws["decay"], ws["inverse"],
+                ws["erase"], ws.get("query"), ws["key"], ws["decay"], ws["solve"], ws["inverse"],
                 ws.get("scores"), N, T, self.scale, self.lower, cu.stride(0),
                 s_qt, s_qh, s_kt, s_kh, g.stride(0), g.stride(1), s_bt, s_bh,
-                ERASE_KEY=self.problem.traits.erase == "key", **shape, **flags,
+                ERASE_KEY=self.problem.traits.erase == "key",
+                GUARD=bool(getattr(options, "beta_guard", False)), **shape, **flags,
             )  # fmt: skip
             return
         s_bt, s_bs, s_bh = self.steps(beta, 2)
-        factor_head_kernel[grid](
+        factor_head_kernel[(slots * (self.HO // config.share),)](
             q, k, g, beta, x.get("a_log"), x.get("dt_bias"), x.get("a"), cu,
-            ws["rows"], ws.get("inverse"), ws.get("scores"), N, T, self.scale, self.lower,
-            self.dt_min, self.dt_max, cu.stride(0), s_qt, s_qh, s_kt, s_ks, s_kh,
+            ws["rows"], ws.get("solve"), ws.get("inverse"), ws.get("scores"), N, T, self.scale,
+            self.lower, self.dt_min, self.dt_max, cu.stride(0), s_qt, s_qh, s_kt, s_ks, s_kh,
             g.stride(0), g.stride(1), s_bt, s_bs, s_bh,
-            NS=self.substeps, CQ=config.queries, DELTA=self.delta,
+            HP=config.share, NS=self.substeps, CQ=config.queries, DELTA=self.delta,
             SOFTPLUS=bool(getattr(options, "dt_softplus", False)), **shape, **flags,
         )  # fmt: skip
 

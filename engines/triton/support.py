@@ -17,11 +17,13 @@ SUPPORT = SupportTable(
     arch=(80, None),
     dims={"K": DIMS, "V": DIMS},
     layouts=2,
+    loose=2,  # gates and strengths per head, offsets, parameters
     serves=frozenset((family, direction) for family in FAMILIES for direction in DIRECTIONS),
     knobs={
         "chunk": (16, 32, 64),
         "block_k": (16, 32, 64, 128),
         "block_v": (16, 32, 64, 128),
+        "share": (1, 2, 4, 8),
         "factor_warps": (1, 2, 4, 8),
         "factor_stages": (1, 2, 3),
         "scan_warps": (1, 2, 4, 8),

@@ -33,13 +33,14 @@ import triton.language as tl
 
 from .gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
 from .index import locate, query_rows
-from .inverse import invert_unit_lower
+from .inverse import invert_in_memory
 
 __all__ = ["factor_head_kernel", "factor_key_kernel"]
 
 NORM_EPS = tl.constexpr(1e-6)
 # Largest exponent that the anchor of a diagonal block may leave to a column.
 REACH = tl.constexpr(100.0)
+MIDDLE = tl.constexpr(7)
 
 
 @triton.jit
@@ -77,6 +78,7 @@ def factor_head_kernel(
     p_a,
     p_cu,
     p_rows,
+    p_x,
     p_t,
     p_p,
     N,
@@ -99,6 +101,7 @@ def factor_head_kernel(
     H: tl.constexpr,
     HK: tl.constexpr,
     HO: tl.constexpr,
+    HP: tl.constexpr,
     K: tl.constexpr,
     NS: tl.constexpr,
     C: tl.constexpr,
@@ -111,53 +114,38 @@ def factor_head_kernel(
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    SPLIT: tl.constexpr,
     PREC: tl.constexpr,
     FOLD: tl.constexpr = True,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    i_h = pid % HO
-    slot = pid // HO
+    i_h0 = (pid % (HO // HP)) * HP
+    slot = pid // (HO // HP)
     _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, NS)
     if i_c < 0:
         return
     o_i = tl.arange(0, C)
+    o_q = tl.arange(0, CQ)
     o_t = i_c * C + o_i
     m_t = o_t < length
     o_tok = begin + o_t // NS
     o_sub = o_t % NS
+    m_g = m_t & (o_sub == 0)  # a token's decay belongs to its first step
 
-    # Gates [C]: a token's decay belongs to its first step.
-    amp = amplitude(p_alog, i_h)
-    m_g = m_t & (o_sub == 0)
-    b_x = tl.load(p_g + o_tok * s_gt + i_h * s_gh, mask=m_g, other=0.0).to(tl.float32)
-    if p_bias is not None:
-        b_x += tl.load(p_bias + i_h).to(tl.float32)
-    if GATE == "ssd":
-        b_write = tl.where(m_t, step_size(b_x, dt_min, dt_max, SOFTPLUS), 0.0)
-        b_decay = tl.load(p_a + i_h).to(tl.float32) * b_write * LOG2E
-    else:
-        b_decay = log2_decay(b_x, amp, lower, GATE)
-    b_gc = tl.cumsum(tl.where(m_g, b_decay, 0.0), axis=0)
-    b_end = tl.sum(tl.where(m_g, b_decay, 0.0), axis=0)
-
-    # Scores of raw rows.
-    p_kh = p_k + (i_h // (HO // HK)) * s_kh
+    # Scores of the rows, once for all heads of the group.
+    p_kh = p_k + (i_h0 // (HO // HK)) * s_kh
     s_ki = o_tok * s_kt + o_sub * s_ks
     b_rk = tl.full([C], 1.0, tl.float32)
     if NORM:
         b_rk = _inverse_norm(p_kh, s_ki, m_t, K, BK)
-    p_row = p_rows + (slot * HO + i_h) * (4 * C)
     if QUERY:
         i_tq, o_iq, m_q = query_rows(i_c, length, C, CQ, NS)
-        p_qh = p_q + (i_h // (HO // H)) * s_qh
+        p_qh = p_q + (i_h0 // (HO // H)) * s_qh
         s_qi = (begin + i_tq) * s_qt
         b_rq = tl.full([CQ], 0.0, tl.float32) + scale
         if NORM:
             b_rq *= _inverse_norm(p_qh, s_qi, m_q, K, BK)
-        # G at query rows: the sum of the decays up to them.
         m_up = o_i[None, :] <= o_iq[:, None]
-        b_gq = tl.sum(tl.where(m_up & m_g[None, :], b_decay[None, :], 0.0), axis=1)
-        tl.store(p_row + C + tl.arange(0, CQ), b_rq * tl.exp2(b_gq))
         b_qk = tl.zeros([CQ, C], tl.float32)
     b_kk = tl.zeros([C, C], tl.float32)
     for i_k in range(0, K, BK):
@@ -168,34 +156,81 @@ def factor_head_kernel(
         if QUERY:
             b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
             b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
+    if NORM:
+        b_kk *= b_rk[:, None] * b_rk[None, :]
+        if QUERY:
+            b_qk *= b_rk[None, :]
 
-    b_ck = b_rk * tl.exp2(b_end - b_gc)
-    if GATE == "ssd":
-        b_ck *= b_write
-    tl.store(p_row + o_i, b_rk * tl.exp2(b_gc))
-    tl.store(p_row + 2 * C + o_i, b_ck)
-    tl.store(p_row + 3 * C + o_i, b_gc)
-    if QUERY:
-        b_p = tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
-        b_p *= b_qk * b_rq[:, None] * b_rk[None, :]
-        if GATE == "ssd":
-            b_p *= b_write[None, :]
-        b_p = tl.where(m_up & m_t[None, :], b_p, 0.0)
-        p_tile = p_p + (slot * HO + i_h) * (CQ * C)
-        p_tile += tl.arange(0, CQ)[:, None] * C + o_i[None, :]
-        tl.store(p_tile, b_p.to(p_p.dtype.element_ty))
     if DELTA:
-        p_bh = p_beta + i_h * s_bh
-        b_beta = load_beta(p_bh, o_tok * s_bt + o_sub * s_bs, m_t, SIGMOID, DOUBLE)
-        m_low = o_i[:, None] > o_i[None, :]
-        b_a = tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
-        b_a *= b_kk * (b_rk * b_beta)[:, None] * b_rk[None, :]
-        b_a = tl.where(m_low, b_a, 0.0)
-        b_inv = invert_unit_lower(b_a, PREC)
-        if FOLD:
-            b_inv *= b_beta[None, :]
-        p_tile = p_t + (slot * HO + i_h) * (C * C) + o_i[:, None] * C + o_i[None, :]
-        tl.store(p_tile, b_inv.to(p_t.dtype.element_ty))
+        p_x += (slot * HO + i_h0) * (C * C)
+    # Not pipelined: what the body stores is read again after it.
+    for i_g in tl.range(0, HP, num_stages=1):
+        i_h = i_h0 + i_g
+        amp = amplitude(p_alog, i_h)
+        b_x = tl.load(p_g + o_tok * s_gt + i_h * s_gh, mask=m_g, other=0.0).to(tl.float32)
+        if p_bias is not None:
+            b_x += tl.load(p_bias + i_h).to(tl.float32)
+        if GATE == "ssd":
+            b_write = tl.where(m_t, step_size(b_x, dt_min, dt_max, SOFTPLUS), 0.0)
+            b_decay = tl.load(p_a + i_h).to(tl.float32) * b_write * LOG2E
+        else:
+            b_decay = log2_decay(b_x, amp, lower, GATE)
+        b_decay = tl.where(m_g, b_decay, 0.0)
+        b_gc = tl.cumsum(b_decay, axis=0)
+        b_end = tl.sum(b_decay, axis=0)
+
+        p_row = p_rows + (slot * HO + i_h) * (4 * C)
+        b_ck = b_rk * tl.exp2(b_end - b_gc)
+        if GATE == "ssd":
+            b_ck *= b_write
+        tl.store(p_row + o_i, b_rk * tl.exp2(b_gc))
+        tl.store(p_row + 2 * C + o_i, b_ck)
+        tl.store(p_row + 3 * C + o_i, b_gc)
+        if QUERY:
+            if CQ == C and NS == 1:
+                b_gq = b_gc
+            else:
+                b_gq = tl.sum(tl.where(m_up, b_decay[None, :], 0.0), axis=1)
+            tl.store(p_row + C + o_q, b_rq * tl.exp2(b_gq))
+            b_p = tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
+            b_p *= b_qk * b_rq[:, None]
+            if GATE == "ssd":
+                b_p *= b_write[None, :]
+            p_tile = p_p + (slot * HO + i_h) * (CQ * C) + o_q[:, None] * C + o_i[None, :]
+            tl.store(p_tile, tl.where(m_t[None, :], b_p, 0.0).to(p_p.dtype.element_ty))
+        if DELTA:
+            s_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
+            b_beta = load_beta(p_beta, s_b, m_t, SIGMOID, DOUBLE)
+            m_lower = o_i[:, None] > o_i[None, :]
+            b_a = tl.exp2(tl.where(m_lower, b_gc[:, None] - b_gc[None, :], -float("inf")))
+            b_a *= b_kk * b_beta[:, None]
+            p_tile = p_x + i_g * (C * C) + o_i[:, None] * C + o_i[None, :]
+            tl.store(p_tile, b_a)
+
+    if DELTA:
+        invert_in_memory(p_x, HP * C, C, "ieee")
+        for i_g in tl.range(0, HP, num_stages=1):
+            i_h = i_h0 + i_g
+            s_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
+            b_beta = load_beta(p_beta, s_b, m_t, SIGMOID, DOUBLE)
+            if not FOLD:
+                b_beta = tl.full([C], 1.0, tl.float32)
+            store_inverse(p_t, p_x + i_g * (C * C), slot * HO + i_h, b_beta, C, SPLIT)
+
+
+@triton.jit
+def store_inverse(p_t, p_x, tile, b_write, C: tl.constexpr, SPLIT: tl.constexpr):
+    """T = X diag(write) in io dtype from X [C, C] fp32; with SPLIT, what rounding took follows."""
+    IO: tl.constexpr = p_t.dtype.element_ty
+    PARTS: tl.constexpr = 2 if SPLIT else 1
+    o_i = tl.arange(0, C)
+    o_tile = o_i[:, None] * C + o_i[None, :]
+    b_t = tl.load(p_x + o_tile, mask=o_i[:, None] >= o_i[None, :], other=0.0)
+    b_t *= b_write[None, :]
+    p_t += tile * (PARTS * C * C) + o_tile
+    tl.store(p_t, b_t.to(IO))
+    if SPLIT:
+        tl.store(p_t + C * C, (b_t - b_t.to(IO).to(tl.float32)).to(IO))
 
 
 @triton.jit
@@ -228,25 +263,43 @@ def pair_mask(C: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def within_reach(b_d):
-    """Rows [C] whose distances to the anchor of their 16-block, and those of all rows before them
-    in the block, stay below REACH in every channel. b_d: distances [C, D]."""
-    C: tl.constexpr = b_d.shape[0]
+    """Rows [C] whose distances to the anchor of their block, and those of all rows before them
+    in the block, stay below REACH in every channel. b_d: distances [C // 16, 16, D]."""
+    NB: tl.constexpr = b_d.shape[0]
     o_b = tl.arange(0, 16)
-    b_far = tl.reshape(tl.max(tl.abs(b_d), axis=1), [C // 16, 16])
+    b_far = tl.max(tl.abs(b_d), axis=2)
     m_up = o_b[None, None, :] <= o_b[None, :, None]
     b_far = tl.max(tl.where(m_up, b_far[:, None, :], 0.0), axis=2)
-    return tl.reshape(b_far, [C]) < REACH
+    return tl.reshape(b_far, [NB * 16]) < REACH
 
 
 @triton.jit
-def _pair_scores(
-    b_a, b_p, b_e, b_q, b_k, b_x, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr
+def guard_limit(b_a1, b_c2):
+    """Largest spread R of a row of b that cannot expand the state."""
+    b_d = 1.0 - b_a1
+    return tl.maximum((b_c2 - 1.0) * (1.0 - b_d * b_d / b_c2), 0.0)
+
+
+@triton.jit
+def guarded(b_b, m_act, m_flat, b_mean, b_eta, IO: tl.constexpr):
+    """GDN-2's beta_guard on erase rows b [C, BK]: rows m_act are pulled to their mean, and rounded
+    to io dtype; rows m_flat are their mean."""
+    b_new = b_mean[:, None] + b_eta[:, None] * (b_b - b_mean[:, None])
+    b_new = b_new.to(IO).to(tl.float32)
+    b_new = tl.where(m_flat[:, None], b_mean[:, None], b_new)
+    return tl.where(m_act[:, None], b_new, b_b)
+
+
+@triton.jit
+def _scores(
+    b_a, b_p, b_e, b_q, b_k, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr
 ):
-    b_col = tl.trans((b_k * b_x).to(IO))
-    b_s = tl.dot((b_e * b_x).to(IO), b_col, input_precision=PREC)
+    """Adds e k^T and q k^T [C, C], where m_pair holds, to the two sums."""
+    b_col = tl.trans(b_k.to(IO))
+    b_s = tl.dot(b_e.to(IO), b_col, input_precision=PREC)
     b_a += tl.where(m_pair, b_s, 0.0)
     if QUERY:
-        b_s = tl.dot((b_q * b_x).to(IO), b_col, input_precision=PREC)
+        b_s = tl.dot(b_q.to(IO), b_col, input_precision=PREC)
         b_p += tl.where(m_pair, b_s, 0.0)
     return b_a, b_p
 
@@ -264,6 +317,7 @@ def factor_key_kernel(
     p_qg,
     p_kc,
     p_decay,
+    p_x,
     p_t,
     p_p,
     N,
@@ -287,10 +341,12 @@ def factor_key_kernel(
     BK: tl.constexpr,
     GATE: tl.constexpr,
     ERASE_KEY: tl.constexpr,
+    GUARD: tl.constexpr,
     QUERY: tl.constexpr,
     NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
+    SPLIT: tl.constexpr,
     PREC: tl.constexpr,
     FOLD: tl.constexpr = True,
 ):
@@ -319,81 +375,171 @@ def factor_key_kernel(
         if QUERY:
             b_rq *= _inverse_norm(p_qh, o_tok * s_qt, m_t, K, BK)
 
+    if GUARD:
+        # Moments of each row of b under p = k^2, and the largest gate: all of [C].
+        b_a0 = tl.zeros([C], tl.float32)
+        b_a1 = tl.zeros([C], tl.float32)
+        b_a2 = tl.zeros([C], tl.float32)
+        b_top = tl.full([C], -float("inf"), tl.float32)
+        for i_k in tl.range(0, K, BK, num_stages=1):
+            o_k = i_k + tl.arange(0, BK)
+            m_b = m_t[:, None] & (o_k >= 0)[None, :]
+            p_tile = p_g + o_tok[:, None] * s_gt + i_h * s_gh + o_k[None, :]
+            b_g = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32)
+            if p_bias is not None:
+                b_g += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
+            b_top = tl.maximum(b_top, tl.max(log2_decay(b_g, amp, lower, GATE), axis=1))
+            s_b = o_tok[:, None] * s_bt + i_h * s_bh + o_k[None, :]
+            b_e = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+            p_tile = p_kh + o_tok[:, None] * s_kt + o_k[None, :]
+            b_k = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32) * b_rk[:, None]
+            b_a0 += tl.sum(b_k * b_k, axis=1)
+            b_a1 += tl.sum(b_e * b_k * b_k, axis=1)
+            b_a2 += tl.sum(b_e * b_e * b_k * b_k, axis=1)
+        b_c2 = tl.exp2(-2.0 * b_top)
+        b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
+        b_lim = guard_limit(b_a1, b_c2)
+        m_act = (b_a0 > 1e-20) & (b_r > b_lim)
+        b_mean = b_a1 / tl.maximum(b_a0, 1e-20)
+        b_eta = tl.minimum(tl.sqrt((1.0 - 1.0 / 32.0) * b_lim / tl.maximum(b_r, 1e-30)), 1.0)
+        m_flat = b_a0 < 0.0
+        if IO != tl.float32:
+            # Rounding may undo it: the rows as they will be rounded, once more.
+            EPS4: tl.constexpr = 0.00390625 if tl.float16 == IO else 0.03125
+            b_a1 = tl.zeros([C], tl.float32)
+            b_a2 = tl.zeros([C], tl.float32)
+            for i_k in tl.range(0, K, BK, num_stages=1):
+                o_k = i_k + tl.arange(0, BK)
+                m_b = m_t[:, None] & (o_k >= 0)[None, :]
+                s_b = o_tok[:, None] * s_bt + i_h * s_bh + o_k[None, :]
+                b_e = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+                b_e = guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
+                p_tile = p_kh + o_tok[:, None] * s_kt + o_k[None, :]
+                b_k = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32) * b_rk[:, None]
+                b_a1 += tl.sum(b_e * b_k * b_k, axis=1)
+                b_a2 += tl.sum(b_e * b_e * b_k * b_k, axis=1)
+            b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
+            b_lim = guard_limit(b_a1, b_c2) + EPS4 * (b_a0 * b_a2 + b_a1 * b_a1)
+            m_flat = m_act & (b_r > b_lim)
+            b_mean = tl.where(m_flat, b_a1 / tl.maximum(b_a0, 1e-20), b_mean)
+
+    NB: tl.constexpr = C // 16
+    o_n = o_i[:, None] // 16  # blocks of 16 steps
+    p_x += (slot * HO + i_h) * (C * C)
     b_a = tl.zeros([C, C], tl.float32)
     b_p = tl.zeros([C, C], tl.float32)
-    for i_k in range(0, K, BK):
+    # Not pipelined: what the body stores is read again after it.
+    for i_k in tl.range(0, K, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
-        # Cumulative gates [C, BK].
+        # Gates [C, BK], cumulative within each block; single rows of them go through memory.
         p_tile = p_g + o_tok[:, None] * s_gt + i_h * s_gh + o_k[None, :]
-        b_gc = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32)
+        b_g = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32)
         if p_bias is not None:
-            b_gc += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
-        b_gc = tl.where(m_t[:, None], log2_decay(b_gc, amp, lower, GATE), 0.0)
-        b_gc = tl.cumsum(b_gc, axis=0)
+            b_g += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
+        b_g = tl.where(m_t[:, None], log2_decay(b_g, amp, lower, GATE), 0.0)
+        b_l = tl.reshape(tl.cumsum(tl.reshape(b_g, [NB, 16, BK]), axis=1), [C, BK])
+        p_l = p_x + tl.arange(0, BK)[None, :]
+        tl.store(p_l + o_i[:, None] * BK, b_l)
 
-        # Rows q, k, e [C, BK].
+        # Rows k, e, q [C, BK].
         p_tile = p_kh + o_tok[:, None] * s_kt + o_k[None, :]
         b_k = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32) * b_rk[:, None]
         if ERASE_KEY:
             s_b = o_tok[:, None] * s_bt + i_h * s_bh + o_k[None, :]
-            m_b = m_t[:, None] & (o_k >= 0)[None, :]
-            b_e = b_k * load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+            b_e = load_beta(p_beta, s_b, m_t[:, None] & (o_k >= 0)[None, :], SIGMOID, DOUBLE)
+            if GUARD:
+                b_e = guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
+            b_e *= b_k
         else:
             b_e = b_k
         b_q = b_e
         if QUERY:
             p_tile = p_qh + o_tok[:, None] * s_qt + o_k[None, :]
             b_q = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32) * b_rq[:, None]
+        tl.debug_barrier()
+
+        # Sums of the blocks [1, BK], and of the blocks before and after a row's own.
+        b_0 = tl.load(p_l + 15 * BK)
+        b_total = b_0
+        b_before = tl.where(o_n > 0, b_0, 0.0)
+        b_after = tl.zeros([C, BK], tl.float32)
+        if NB >= 2:
+            b_1 = tl.load(p_l + 31 * BK)
+            b_total += b_1
+            b_before += tl.where(o_n > 1, b_1, 0.0)
+            b_after += tl.where(o_n < 1, b_1, 0.0)
+        if NB >= 4:
+            b_2 = tl.load(p_l + 47 * BK)
+            b_3 = tl.load(p_l + 63 * BK)
+            b_total += b_2 + b_3
+            b_before += tl.where(o_n > 2, b_2, 0.0)
+            b_after += tl.where(o_n < 2, b_2, 0.0) + tl.where(o_n < 3, b_3, 0.0)
+        p_tile = p_decay + (slot * HO + i_h) * K + o_k[None, :]
+        tl.store(p_tile, tl.exp2(b_total))
+
+        # Decayed from the start of the block, and to its end.
+        b_x = tl.exp2(b_l)
+        b_el = b_e * b_x
+        b_ql = b_q * b_x
+        b_kl = b_k * tl.exp2(tl.load(p_l + (o_n * 16 + 15) * BK) - b_l)
 
         # Operands of the recurrence.
-        b_up = tl.exp2(b_gc)
-        b_end = _pick_row(b_gc, C, C - 1)
+        b_x = tl.exp2(b_before)
         o_tile = (slot * HO + i_h) * (C * K) + o_i[:, None] * K + o_k[None, :]
-        tl.store(p_e + o_tile, (b_e * b_up).to(IO))
-        tl.store(p_kc + o_tile, (b_k * tl.exp2(b_end - b_gc)).to(IO))
+        tl.store(p_e + o_tile, (b_el * b_x).to(IO))
+        tl.store(p_kc + o_tile, (b_kl * tl.exp2(b_after)).to(IO))
         if QUERY:
-            tl.store(p_qg + o_tile, (b_q * b_up).to(IO))
-        b_last = tl.sum(tl.where((o_i == C - 1)[:, None], b_gc, 0.0), axis=0)
-        tl.store(p_decay + (slot * HO + i_h) * K + o_k, tl.exp2(b_last))
+            tl.store(p_qg + o_tile, (b_ql * b_x).to(IO))
 
-        # Pairs of blocks of C/2, ..., 16 steps.
-        if C >= 64:
-            b_x = pair_decay(b_gc, 32)
-            b_a, b_p = _pair_scores(b_a, b_p, b_e, b_q, b_k, b_x, pair_mask(C, 32), IO, QUERY, PREC)
-        if C >= 32:
-            b_x = pair_decay(b_gc, 16)
-            b_a, b_p = _pair_scores(b_a, b_p, b_e, b_q, b_k, b_x, pair_mask(C, 16), IO, QUERY, PREC)
+        # Scores between blocks: neighbours in 32 steps, then the two halves of 64. A block in
+        # between decays the row if it lies in the later half, else the column.
+        if NB >= 2:
+            m_pair = pair_mask(C, 16)
+            b_a, b_p = _scores(b_a, b_p, b_el, b_ql, b_kl, m_pair, IO, QUERY, PREC)
+        if NB >= 4:
+            b_x = tl.where(o_n >= 2, tl.exp2(tl.where(o_n == 3, b_2, 0.0)), 0.0)
+            b_kl *= tl.where(o_n < 2, tl.exp2(tl.where(o_n == 0, b_1, 0.0)), 0.0)
+            b_col = tl.trans(b_kl.to(IO))
+            b_a = tl.dot((b_el * b_x).to(IO), b_col, b_a, input_precision=PREC)
+            if QUERY:
+                b_p = tl.dot((b_ql * b_x).to(IO), b_col, b_p, input_precision=PREC)
 
-        # Diagonal blocks of 16 steps, anchored at their first row.
-        b_d = b_gc - _pick_row(b_gc, 16, 0)
-        m_near = within_reach(b_d)
-        b_x = tl.exp2(tl.maximum(b_d, -REACH))
-        b_y = tl.exp2(tl.minimum(-b_d, REACH))
-        b_col = tl.trans((b_k * b_y).to(WIDE))
-        m_here = m_diag & m_near[:, None]
-        b_s = tl.dot((b_e * b_x).to(WIDE), b_col, input_precision=WIDE_PREC)
-        b_a += tl.where(m_here, b_s, 0.0)
-        if QUERY:
-            b_s = tl.dot((b_q * b_x).to(WIDE), b_col, input_precision=WIDE_PREC)
-            b_p += tl.where(m_here, b_s, 0.0)
+        # Diagonal blocks, anchored at their middle row.
+        b_x = tl.load(p_l + (o_n * 16 + MIDDLE) * BK)
+        b_d = b_l - b_x
+        p_16 = p_l + tl.arange(0, NB)[:, None] * (16 * BK)  # [NB, BK]
+        b_mid = tl.load(p_16 + MIDDLE * BK)
+        b_far = tl.maximum(tl.load(p_16) - b_mid, b_mid - tl.load(p_16 + 15 * BK))
+        m_near = tl.max(b_far, axis=1)[:, None] < REACH  # gates <= 0: the ends are farthest
+        m_near = tl.reshape(tl.broadcast_to(m_near, [NB, 16]), [C])
+        b_d = tl.minimum(tl.maximum(b_d, -REACH), REACH)
+        b_x = tl.exp2(b_d)
+        b_a, b_p = _scores(
+            b_a, b_p, b_e * b_x, b_q * b_x, b_k * tl.exp2(-b_d), m_diag & m_near[:, None],
+            WIDE, QUERY, WIDE_PREC,
+        )  # fmt: skip
         if tl.min(m_near.to(tl.int32), axis=0) == 0:
             m_far = (m_near == 0)[:, None]
             for i_b in tl.static_range(4):
-                b_x = pair_decay(b_gc, 8 >> i_b)
+                b_x = pair_decay(b_l, 8 >> i_b)
                 m_pair = pair_mask(C, 8 >> i_b) & m_far
-                b_a, b_p = _pair_scores(b_a, b_p, b_e, b_q, b_k, b_x, m_pair, IO, QUERY, PREC)
+                b_a, b_p = _scores(
+                    b_a, b_p, b_e * b_x, b_q * b_x, b_k * b_x, m_pair, IO, QUERY, PREC
+                )
             if QUERY:
                 m_self = (o_i[:, None] == o_i[None, :]) & m_far
                 b_p += tl.where(m_self, tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
+        tl.debug_barrier()
 
     o_tile = (slot * HO + i_h) * (C * C) + o_i[:, None] * C + o_i[None, :]
     if QUERY:
         tl.store(p_p + o_tile, b_p.to(IO))
-    b_a = tl.where(o_i[:, None] > o_i[None, :], b_a, 0.0)
+    b_write = tl.full([C], 1.0, tl.float32)
     if not ERASE_KEY:
-        b_beta = load_beta(p_beta, o_tok * s_bt + i_h * s_bh, m_t, SIGMOID, DOUBLE)
-        b_a *= b_beta[:, None]
-    b_inv = invert_unit_lower(b_a, PREC)
-    if FOLD and not ERASE_KEY:
-        b_inv *= b_beta[None, :]
-    tl.store(p_t + o_tile, b_inv.to(IO))
+        b_write = load_beta(p_beta, o_tok * s_bt + i_h * s_bh, m_t, SIGMOID, DOUBLE)
+        b_a *= b_write[:, None]
+    tl.store(p_x + o_i[:, None] * C + o_i[None, :], b_a)
+    invert_in_memory(p_x, C, C, "ieee")  # few and small products
+    if not FOLD:
+        b_write = tl.full([C], 1.0, tl.float32)
+    store_inverse(p_t, p_x, slot * HO + i_h, b_write, C, SPLIT)

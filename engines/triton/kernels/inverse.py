@@ -11,7 +11,7 @@ nothing grows beyond the inverse itself.
 import triton
 import triton.language as tl
 
-__all__ = ["invert_unit_lower"]
+__all__ = ["invert_in_memory", "invert_unit_lower"]
 
 
 @triton.jit
@@ -74,3 +74,51 @@ def _merge(b_x, b_a, PREC: tl.constexpr):
     b_low = tl.permute(tl.join(-b_m, b_x2), [0, 1, 3, 2])
     b_y = tl.join(tl.reshape(b_top, [N, B, 2 * B]), tl.reshape(b_low, [N, B, 2 * B]))
     return tl.reshape(tl.permute(b_y, [0, 3, 1, 2]), [N, 2 * B, 2 * B])
+
+
+@triton.jit
+def invert_in_memory(p_x, R: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr):
+    """Writes (I + A)^-1 over each of R // C strictly lower fp32 tiles A [C, C], stacked at p_x.
+
+    The algorithm of `invert_unit_lower` on tiles that only this program touches, so they stay in
+    cache: every step reads what it needs in the shape it needs, where registers would have to be
+    shuffled, and all tiles share one pass. Entries above the diagonal blocks of 16 are neither
+    read nor written. Begins and ends with a barrier.
+    """
+    tl.debug_barrier()
+    # Diagonal blocks. One lane a column, of all blocks: row i of the inverse is the unit row less
+    # the rows before it.
+    o_r = tl.arange(0, R)
+    o_c = o_r % 16
+    p_leaf = p_x + (o_r // 16) * (16 * C) + (o_r % C // 16) * 16
+    rows = (tl.where(o_c == 0, 1.0, 0.0),)
+    for i in tl.static_range(1, 16):
+        b_row = tl.where(o_c == i, 1.0, 0.0)  # [R]
+        for j in tl.static_range(i):
+            b_row -= tl.load(p_leaf + (i * C + j)) * rows[j]
+        rows = rows + (b_row,)  # noqa: RUF005 (kernels cannot unpack)
+    tl.debug_barrier()
+    for i in tl.static_range(16):
+        tl.store(p_leaf + i * C + o_c, rows[i])
+    if C >= 32:
+        _merge_in_memory(p_x, R, C, 16, PREC)
+    if C >= 64:
+        _merge_in_memory(p_x, R, C, 32, PREC)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _merge_in_memory(p_x, R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, PREC: tl.constexpr):
+    """A21 <- -X2 A21 X1 in every pair of neighbouring diagonal blocks X1, X2 of size B."""
+    N: tl.constexpr = R // (2 * B)
+    tl.debug_barrier()
+    o_b = tl.arange(0, B)
+    if N == 1:
+        p_1 = p_x + o_b[:, None] * C + o_b[None, :]  # [B, B]
+    else:
+        o_n = tl.arange(0, N) * (2 * B)
+        o_n = o_n * C + o_n % C
+        p_1 = p_x + o_n[:, None, None] + (o_b[:, None] * C + o_b[None, :])[None]  # [N, B, B]
+    b_m = tl.dot(tl.load(p_1 + B * C), tl.load(p_1), input_precision=PREC)
+    b_m = tl.dot(tl.load(p_1 + (B * C + B)), b_m, input_precision=PREC)
+    tl.store(p_1 + B * C, -b_m)

@@ -122,6 +122,9 @@ def scan_kernel(
                 i_tq, _, m_q = query_rows(i_c, length, C, CQ, NS)
                 p_tile = p_oh + (begin + i_tq)[None, :] * s_ot
                 tl.store(p_tile, tl.zeros([BV, CQ], IO), mask=m_q[None, :])
+                if p_pre is not None:
+                    p_tile = p_pre + i_h * s_ph + o_v[:, None] + (begin + i_tq)[None, :] * s_pt
+                    tl.store(p_tile, tl.zeros([BV, CQ], IO), mask=m_q[None, :])
             return
 
     # Entering state [BV, K].

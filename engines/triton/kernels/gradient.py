@@ -1,0 +1,804 @@
+"""Gradients of one chunk from its tiles: one program per (chunk, head), no order among them.
+
+Given S (entering state) and dS (gradient of the leaving state) [V, K], U (what was written) and Y
+(its gradient before the write strength) [C, V], and dO [CQ, V], all in io dtype; G the cumulative
+log2 gates, D[i, j] = 2^(G_i - G_j), c = 2^(G_C):
+
+    M = dO U^T   j <= i     X = Y U^T   j < i        and both transposes, as products of their own
+    dq_i = 2^G_i (S^T dO)_i + sum_j M_ij D_ij k_j
+    f_i  = 2^G_i (S^T Y)_i  + sum_j X_ij D_ij k_j    (minus the gradient of the erase row e)
+    h_j  = c / 2^G_j (dS^T U)_j + sum_i (M_ij q_i - X_ij e_i) D_ij
+    dk = h - b f      db = Y . v - k . f  (b a number a head), -k f (a number a key channel)
+    dv = b Y or w Y   dw = v Y
+    dG = q dq - e f - k h, at the end plus sum_j k_j c / 2^G_j (dS^T U)_j + c sum_v dS S
+    dg = reversed sum of dG over the chunk
+
+where q is normalized and scaled, k normalized, and G enters each product at its row and its column
+alone, which is why no scores are needed. Without delta rule U is v, each column carries the step
+dt, and Y is the gradient of v itself. Chain rules of gates, strengths, steps, z and D follow at
+once; the unit norm and sums over head groups are left to `reduce`, which also sums the partials
+[chunks, parameters] written here.
+
+`gradient_head_kernel` (one gate a head) puts D into M and X. `gradient_key_kernel` (a gate a key
+channel) meets D[i, j] in levels, as no single anchor is safe for it. Level b = C/2, ..., 16 pairs
+neighbouring blocks of b steps: rows of the later one and columns of the earlier one meet at the
+first row of the later one, and no factor exceeds 1. Diagonal blocks of 16 take their row 7 as
+anchor while every exponent up to a row's end stays below 2^100; rows past that point, gates beyond
+-8 a step, go on pairing down to b = 1. Each level masks M and X and scales rows and columns; its
+products are [C, C] x [C, BK].
+
+Tiles: first a loop over V in blocks of BV, four [C, C] fp32 accumulators, rounded to io; then for
+every K-block of BK three [C, BK] accumulators over V again, and the products with k, q, e.
+"""
+
+import triton
+import triton.language as tl
+
+from .factor import _inverse_norm, load_beta
+from .gate import amplitude, log2_decay, sigmoid, softplus, step_size
+from .index import locate
+from .reverse import load_dout
+
+__all__ = ["gradient_head_kernel", "gradient_key_kernel"]
+
+# Largest exponent between a row of a diagonal block and its anchor.
+REACH = tl.constexpr(100.0)
+
+
+@triton.jit
+def gate_gradient(b_dg, b_x, amp, lower, KIND: tl.constexpr):
+    """From the gradient of g to that of the biased raw gate, and to its share of a_log's."""
+    if KIND == "linear":
+        b_dx = tl.where(b_x >= 1e-10, b_dg / tl.maximum(b_x, 1e-10), 0.0)
+        b_da = b_dx
+    elif KIND == "softplus":
+        b_dx = -amp * sigmoid(b_x) * b_dg
+        b_da = -amp * softplus(b_x) * b_dg
+    elif KIND == "bounded":
+        b_s = amp * b_x
+        b_dx = lower * (amp * (sigmoid(b_s) * sigmoid(-b_s))) * b_dg
+        b_da = b_dx * b_x
+    else:
+        b_dx = b_dg
+        b_da = b_dg
+    return b_dx, b_da
+
+
+@triton.jit
+def beta_gradient(b_db, b_raw, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
+    """From the gradient of the erase strength to that of the raw beta."""
+    if SIGMOID:
+        b_db *= sigmoid(b_raw) * sigmoid(-b_raw)
+        if DOUBLE:
+            b_db *= 2.0
+    return b_db
+
+
+@triton.jit
+def chunk_products(
+    p_v,
+    p_w,
+    p_u,
+    p_y,
+    p_do,
+    p_z,
+    p_pre,
+    p_d,
+    p_dv,
+    p_dw,
+    p_dz,
+    p_dd,
+    o_vi,
+    o_wi,
+    o_oi,
+    o_zi,
+    o_pi,
+    o_dvi,
+    o_dwi,
+    o_dzi,
+    s_dv,
+    m_t,
+    m_q,
+    b_beta,
+    C: tl.constexpr,
+    CQ: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    D_CHANNEL: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """M, X and their transposes, and row sums Y . v; stores dv, dw, dz and the partials of dD.
+    o_*: offsets of rows, head included; p_u, p_y: tiles [C, V] of the chunk."""
+    o_i = tl.arange(0, C)
+    b_m = tl.zeros([CQ, C], tl.float32)
+    b_mt = tl.zeros([C, CQ], tl.float32)
+    b_x = tl.zeros([C, C], tl.float32)
+    b_xt = tl.zeros([C, C], tl.float32)
+    b_yv = tl.zeros([C], tl.float32)
+    b_dd = tl.zeros([CQ], tl.float32)
+    m_t = m_t[:, None]
+    m_q = m_q[:, None]
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        o_tile = o_i[:, None] * V + o_v[None, :]
+        b_do = load_dout(p_do, p_z, o_oi[:, None] + o_v[None, :], o_zi[:, None] + o_v[None, :], m_q)
+        b_v = tl.load(p_v + o_vi[:, None] + o_v[None, :], mask=m_t, other=0.0)  # [C, BV]
+        b_y = tl.load(p_y + o_tile)  # [C, BV]
+        if DELTA:
+            b_u = tl.load(p_u + o_tile)  # [C, BV]
+            b_x = tl.dot(b_y, tl.trans(b_u), b_x, input_precision=PREC)
+            b_xt = tl.dot(b_u, tl.trans(b_y), b_xt, input_precision=PREC)
+        else:
+            b_u = b_v
+        b_m = tl.dot(b_do, tl.trans(b_u), b_m, input_precision=PREC)
+        b_mt = tl.dot(b_u, tl.trans(b_do), b_mt, input_precision=PREC)
+
+        b_dv = b_y.to(tl.float32)
+        b_vf = b_v.to(tl.float32)
+        if DELTA:
+            if ERASE_KEY:
+                if p_w is not None:
+                    o_w = o_wi[:, None] + o_v[None, :]
+                    b_w = tl.load(p_w + o_w, mask=m_t, other=0.0).to(tl.float32)
+                    o_w = o_dwi[:, None] + o_v[None, :]
+                    tl.store(p_dw + o_w, (b_dv * b_vf).to(p_dw.dtype.element_ty), mask=m_t)
+                    b_dv *= b_w
+            else:
+                b_yv += tl.sum(b_dv * b_vf, axis=1)
+                b_dv *= b_beta[:, None]
+        else:
+            if p_d is not None:
+                b_dof = b_do.to(tl.float32)
+                b_dv += tl.load(p_d + o_v * s_dv).to(tl.float32)[None, :] * b_dof
+                if D_CHANNEL:
+                    tl.store(p_dd + o_v, tl.sum(b_dof * b_vf, axis=0))
+                else:
+                    b_dd += tl.sum(b_dof * b_vf, axis=1)
+            if p_z is not None:
+                o_z = o_zi[:, None] + o_v[None, :]
+                b_z = tl.load(p_z + o_z, mask=m_q, other=0.0).to(tl.float32)
+                b_g = tl.load(p_do + o_oi[:, None] + o_v[None, :], mask=m_q, other=0.0)
+                b_g = b_g.to(tl.float32)
+                b_o = tl.load(p_pre + o_pi[:, None] + o_v[None, :], mask=m_q, other=0.0)
+                b_s = sigmoid(b_z)
+                b_g *= b_o.to(tl.float32) * b_s * (1.0 + b_z * sigmoid(-b_z))
+                o_z = o_dzi[:, None] + o_v[None, :]
+                tl.store(p_dz + o_z, b_g.to(p_dz.dtype.element_ty), mask=m_q)
+        o_dv = o_dvi[:, None] + o_v[None, :]
+        tl.store(p_dv + o_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_t)
+    if not DELTA:  # noqa: SIM102 (constants that fold one by one)
+        if p_d is not None:  # noqa: SIM102
+            if not D_CHANNEL:
+                tl.store(p_dd, tl.sum(b_dd))
+    return b_m, b_mt, b_x, b_xt, b_yv
+
+
+@triton.jit
+def state_products(
+    p_s,
+    p_ds,
+    p_v,
+    p_u,
+    p_y,
+    p_do,
+    p_z,
+    o_vi,
+    o_oi,
+    o_zi,
+    m_t,
+    m_q,
+    o_k,
+    C: tl.constexpr,
+    CQ: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DELTA: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """A K-block of dO S [CQ, BK], Y S and U dS [C, BK], and sum_v dS S [BK]."""
+    o_i = tl.arange(0, C)
+    b_q = tl.zeros([CQ, BK], tl.float32)
+    b_f = tl.zeros([C, BK], tl.float32)
+    b_h = tl.zeros([C, BK], tl.float32)
+    b_c = tl.zeros([BK], tl.float32)
+    m_t = m_t[:, None]
+    m_q = m_q[:, None]
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        o_tile = o_i[:, None] * V + o_v[None, :]
+        o_state = o_v[:, None] * K + o_k[None, :]
+        b_s = tl.load(p_s + o_state)  # [BV, BK]
+        b_ds = tl.load(p_ds + o_state)  # [BV, BK]
+        b_do = load_dout(p_do, p_z, o_oi[:, None] + o_v[None, :], o_zi[:, None] + o_v[None, :], m_q)
+        b_q = tl.dot(b_do, b_s, b_q, input_precision=PREC)
+        if DELTA:
+            b_f = tl.dot(tl.load(p_y + o_tile), b_s, b_f, input_precision=PREC)
+            b_u = tl.load(p_u + o_tile)  # [C, BV]
+        else:
+            b_u = tl.load(p_v + o_vi[:, None] + o_v[None, :], mask=m_t, other=0.0)
+        b_h = tl.dot(b_u, b_ds, b_h, input_precision=PREC)
+        b_c += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), axis=0)
+    return b_q, b_f, b_h, b_c
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def gradient_head_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_beta,
+    p_alog,
+    p_bias,
+    p_a,
+    p_d,
+    p_z,
+    p_pre,
+    p_do,
+    p_rows,
+    p_u,
+    p_y,
+    p_s,
+    p_ds,
+    p_dq,
+    p_dk,
+    p_dv,
+    p_dg,
+    p_dbeta,
+    p_dz,
+    p_dalog,
+    p_dbias,
+    p_da,
+    p_dd,
+    p_cu,
+    N,
+    T,
+    scale,
+    lower,
+    dt_min,
+    dt_max,
+    s_cu,
+    s_qt,
+    s_qh,
+    s_kt,
+    s_ks,
+    s_kh,
+    s_vt,
+    s_vs,
+    s_vh,
+    s_gt,
+    s_gh,
+    s_bt,
+    s_bs,
+    s_bh,
+    s_dh,
+    s_dv,
+    s_zt,
+    s_zh,
+    s_pt,
+    s_ph,
+    s_ot,
+    s_oh,
+    s_dqt,
+    s_dqh,
+    s_dkt,
+    s_dks,
+    s_dkh,
+    s_dvt,
+    s_dvs,
+    s_dvh,
+    s_dgt,
+    s_dgh,
+    s_dbt,
+    s_dbs,
+    s_dbh,
+    s_dzt,
+    s_dzh,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NS: tl.constexpr,
+    C: tl.constexpr,
+    CQ: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    DELTA: tl.constexpr,
+    NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    D_CHANNEL: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    IO: tl.constexpr = p_k.dtype.element_ty
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % HO
+    slot = pid // HO
+    _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, NS)
+    if p_dd is not None:
+        p_dd += pid * V if D_CHANNEL else pid
+    if i_c < 0:
+        if p_dalog is not None:
+            tl.store(p_dalog + pid, 0.0)
+        if p_dbias is not None:
+            tl.store(p_dbias + pid, 0.0)
+        if p_da is not None:
+            tl.store(p_da + pid, 0.0)
+        if p_dd is not None:
+            if D_CHANNEL:
+                tl.store(p_dd + tl.arange(0, V), tl.zeros([V], tl.float32))
+            else:
+                tl.store(p_dd, 0.0)
+        return
+    # Everything below counts from the chunk's first token: row offsets fit 32 bits.
+    QS: tl.constexpr = C // CQ
+    o_i = tl.arange(0, C)
+    start = i_c * C
+    token = begin + start // NS
+    phase = (start % NS).to(tl.int32)
+    left = tl.minimum(length - start, C).to(tl.int32)
+    m_t = o_i < left
+    o_tok = (phase + o_i) // NS
+    o_sub = (phase + o_i) % NS
+    # As `query_rows`: a query reads the state after the last sub-token of its token.
+    o_iq = tl.arange(0, CQ) * QS + (QS - 1)
+    m_q = o_iq < left
+    if QS != NS:
+        m_q = m_q & ((phase + o_iq + 1) % NS == 0)
+    o_out = (phase + o_iq) // NS
+
+    # Row factors [C] and [CQ].
+    p_row = p_rows + pid * (4 * C) + 3 * C
+    b_gc = tl.load(p_row + o_i)
+    b_gq = tl.load(p_row + o_iq)
+    b_end = tl.load(p_row + C - 1)
+    p_kh = p_k + token * s_kt + (i_h // (HO // HK)) * s_kh
+    p_qh = p_q + token * s_qt + (i_h // (HO // H)) * s_qh
+    s_ki = o_tok * s_kt + o_sub * s_ks
+    s_qi = o_out * s_qt
+    b_rk = tl.full([C], 1.0, tl.float32)
+    b_rq = tl.full([CQ], 0.0, tl.float32) + scale
+    if NORM:
+        b_rk = _inverse_norm(p_kh, s_ki, m_t, K, BK)
+        b_rq *= _inverse_norm(p_qh, s_qi, m_q, K, BK)
+    b_beta = tl.full([C], 1.0, tl.float32)
+    if DELTA:
+        p_beta += token * s_bt + i_h * s_bh
+        s_bi = o_tok * s_bt + o_sub * s_bs
+        b_beta = load_beta(p_beta, s_bi, m_t, SIGMOID, DOUBLE)
+    m_g = m_t & (o_sub == 0)
+    amp = amplitude(p_alog, i_h)
+    p_g += token * s_gt + i_h * s_gh
+    b_x = tl.load(p_g + o_tok * s_gt, mask=m_g, other=0.0).to(tl.float32)
+    if p_bias is not None:
+        b_x += tl.load(p_bias + i_h).to(tl.float32)
+    b_dt = tl.full([C], 1.0, tl.float32)
+    if GATE == "ssd":
+        b_dt = tl.where(m_t, step_size(b_x, dt_min, dt_max, SOFTPLUS), 0.0)
+
+    # M, X, decayed and with the row factors of the raw rows they will meet.
+    p_v += token * s_vt + (i_h // (HO // HV)) * s_vh
+    p_do += token * s_ot + i_h * s_oh
+    p_dv += token * s_dvt + i_h * s_dvh
+    p_dq += token * s_dqt + i_h * s_dqh
+    p_dk += token * s_dkt + i_h * s_dkh
+    if p_z is not None:
+        p_z += token * s_zt + i_h * s_zh
+        p_pre += token * s_pt + i_h * s_ph
+        p_dz += token * s_dzt + i_h * s_dzh
+    o_vi = o_tok * s_vt + o_sub * s_vs
+    o_oi = o_out * s_ot
+    o_zi = o_out * s_zt
+    p_ut = p_u + pid * (C * V) if DELTA else p_u
+    p_yt = p_y + pid * (C * V)
+    p_dh = p_d + i_h * s_dh if p_d is not None else p_d
+    b_m, b_mt, b_xx, b_xt, b_yv = chunk_products(
+        p_v, None, p_ut, p_yt, p_do, p_z, p_pre, p_dh, p_dv, None, p_dz, p_dd,
+        o_vi, o_vi, o_oi, o_zi, o_out * s_pt, o_tok * s_dvt + o_sub * s_dvs, o_vi, o_out * s_dzt,
+        s_dv, m_t, m_q, b_beta, C, CQ, V, BV, DELTA, False, D_CHANNEL, PREC,
+    )  # fmt: skip
+    m_up = (o_i[None, :] <= o_iq[:, None]) & m_t[None, :]
+    b_d = tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
+    b_m16 = tl.where(m_up, b_m * b_d * (b_rk * b_dt)[None, :], 0.0).to(IO)
+    m_up = (o_i[:, None] <= o_iq[None, :]) & m_t[:, None]
+    b_d = tl.exp2(tl.where(m_up, b_gq[None, :] - b_gc[:, None], -float("inf")))
+    b_mt16 = tl.where(m_up, b_mt * b_d * b_rq[None, :], 0.0).to(IO)
+    if DELTA:
+        m_low = o_i[:, None] > o_i[None, :]
+        b_d = tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
+        b_x16 = tl.where(m_low, b_xx * b_d * b_rk[None, :], 0.0).to(IO)
+        m_low = o_i[None, :] > o_i[:, None]
+        b_d = tl.exp2(tl.where(m_low, b_gc[None, :] - b_gc[:, None], -float("inf")))
+        b_xt16 = tl.where(m_low, b_xt * b_d * (-b_rk * b_beta)[None, :], 0.0).to(IO)
+
+    # Row sums over K of q dq, k f, k h, k h from the state alone; and dS . S.
+    b_qs = tl.zeros([CQ], tl.float32)
+    b_fs = tl.zeros([C], tl.float32)
+    b_hs = tl.zeros([C], tl.float32)
+    b_es = tl.zeros([C], tl.float32)
+    b_cs = tl.zeros([BK], tl.float32)
+    p_st = p_s + pid * (V * K)
+    p_dst = p_ds + pid * (V * K)
+    b_up = tl.exp2(b_gc)
+    b_down = tl.exp2(b_end - b_gc)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_dq, b_f, b_h, b_c = state_products(
+            p_st, p_dst, p_v, p_ut, p_yt, p_do, p_z, o_vi, o_oi, o_zi, m_t, m_q, o_k,
+            C, CQ, K, V, BK, BV, DELTA, PREC,
+        )  # fmt: skip
+        b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
+        b_kf = b_k.to(tl.float32) * b_rk[:, None]
+        b_cs += b_c
+        b_h *= b_down[:, None]
+        b_es += tl.sum(b_h * b_kf, axis=1)
+        b_h = tl.dot(b_mt16, b_q, b_h, input_precision=PREC)
+        b_dq *= tl.exp2(b_gq)[:, None]
+        b_dq = tl.dot(b_m16, b_k, b_dq, input_precision=PREC)
+        if DELTA:
+            b_h = tl.dot(b_xt16, b_k, b_h, input_precision=PREC)
+            b_f *= b_up[:, None]
+            b_f = tl.dot(b_x16, b_k, b_f, input_precision=PREC)
+            b_fs += tl.sum(b_f * b_kf, axis=1)
+        b_hs += tl.sum(b_h * b_kf, axis=1)
+        b_qs += tl.sum(b_dq * b_q.to(tl.float32), axis=1)
+        b_dk = b_h - b_beta[:, None] * b_f if DELTA else b_h * b_dt[:, None]
+        p_tile = p_dk + (o_tok * s_dkt + o_sub * s_dks)[:, None] + o_k[None, :]
+        tl.store(p_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_t[:, None])
+        p_tile = p_dq + (o_out * s_dqt)[:, None] + o_k[None, :]
+        tl.store(p_tile, (scale * b_dq).to(p_dq.dtype.element_ty), mask=m_q[:, None])
+    b_qs *= b_rq
+
+    # Gates: every step sees all later ones of its chunk.
+    b_dgc = -(b_beta * b_fs + b_dt * b_hs)
+    dg_end = tl.sum(b_dt * b_es) + tl.exp2(b_end) * tl.sum(b_cs)
+    m_late = o_i[:, None] >= o_i[None, :]
+    b_dg = tl.sum(tl.where(m_late, b_dgc[:, None], 0.0), axis=0) + dg_end
+    m_late = o_iq[:, None] >= o_i[None, :]
+    b_dg += tl.sum(tl.where(m_late, b_qs[:, None], 0.0), axis=0)
+    b_dg = tl.where(m_g, b_dg, 0.0)
+    if GATE == "ssd":
+        rate = tl.load(p_a + i_h).to(tl.float32)
+        if p_da is not None:
+            tl.store(p_da + pid, tl.sum(b_dg * b_dt))
+        b_ddt = rate * b_dg + b_hs
+        b_dx = b_ddt
+        b_raw = b_x
+        if SOFTPLUS:
+            b_raw = softplus(b_x)
+            b_dx *= sigmoid(b_x)
+        b_dx = tl.where(m_g & (b_raw >= dt_min) & (b_raw <= dt_max), b_dx, 0.0)
+    else:
+        b_dx, b_dal = gate_gradient(b_dg, b_x, amp, lower, GATE)
+        if p_dalog is not None:
+            tl.store(p_dalog + pid, tl.sum(b_dal))
+    if p_dbias is not None:
+        tl.store(p_dbias + pid, tl.sum(b_dx))
+    p_tile = p_dg + token * s_dgt + i_h * s_dgh + o_tok * s_dgt
+    tl.store(p_tile, b_dx.to(p_dg.dtype.element_ty), mask=m_g)
+    if DELTA:
+        b_raw = tl.load(p_beta + s_bi, mask=m_t, other=0.0).to(tl.float32)
+        b_db = beta_gradient(b_yv - b_fs, b_raw, SIGMOID, DOUBLE)
+        p_tile = p_dbeta + token * s_dbt + i_h * s_dbh + o_tok * s_dbt + o_sub * s_dbs
+        tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)
+
+
+@triton.jit
+def _pick_row(b_x, STEP: tl.constexpr, ROW: tl.constexpr):
+    """Row ROW of each group of STEP rows, repeated over its group: [C, D]."""
+    C: tl.constexpr = b_x.shape[0]
+    D: tl.constexpr = b_x.shape[1]
+    b_g = tl.reshape(b_x, [C // STEP, STEP, D])
+    m_r = tl.arange(0, STEP)[None, :, None] == ROW
+    b_r = tl.sum(tl.where(m_r, b_g, 0.0), axis=1)
+    return tl.reshape(tl.broadcast_to(b_r[:, None, :], [C // STEP, STEP, D]), [C, D])
+
+
+@triton.jit
+def _pair_decay(b_gc, B: tl.constexpr):
+    """Factors of one pairing level [C, D]: rows of odd blocks decay from the first row of their
+    block, rows of even blocks to the first row of the next; never above 1 for gates <= 0."""
+    b_x = b_gc - _pick_row(b_gc, 2 * B, B)
+    m_odd = (tl.arange(0, b_gc.shape[0]) // B) % 2 == 1
+    return tl.exp2(tl.where(m_odd[:, None], b_x, -b_x))
+
+
+@triton.jit
+def _pair_mask(o_row, o_col, B: tl.constexpr):
+    """Where a pairing level holds: row in an odd block of B steps, column in the block before."""
+    return (o_row // B % 2 == 1) & (o_col // B == o_row // B - 1)
+
+
+@triton.jit
+def _within_reach(b_d):
+    """Rows [C] whose distances to the anchor of their 16-block, and those of all rows before them
+    in the block, stay below REACH in every channel. b_d: distances [C, D]."""
+    C: tl.constexpr = b_d.shape[0]
+    o_b = tl.arange(0, 16)
+    b_far = tl.reshape(tl.max(tl.abs(b_d), axis=1), [C // 16, 16])
+    m_up = o_b[None, None, :] <= o_b[None, :, None]
+    b_far = tl.max(tl.where(m_up, b_far[:, None, :], 0.0), axis=2)
+    return tl.reshape(b_far, [C]) < REACH
+
+
+@triton.jit
+def _pair_gradients(
+    b_dq,
+    b_f,
+    b_h,
+    b_q,
+    b_k,
+    b_e,
+    b_row,
+    b_col,
+    b_m,
+    b_mt,
+    b_x,
+    b_xt,
+    m_pair,
+    m_back,
+    IO: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Adds the pairs of one level: rows i carry b_row, columns j carry b_col, m_back is the
+    mask's transpose. Tiles [C, BK] in fp32, M and X [C, C] in io."""
+    b_m = tl.where(m_pair, b_m, 0.0).to(IO)
+    b_x = tl.where(m_pair, b_x, 0.0).to(IO)
+    b_mt = tl.where(m_back, b_mt, 0.0).to(IO)
+    b_xt = tl.where(m_back, b_xt, 0.0).to(IO)
+    b_kc = (b_k * b_col).to(IO)
+    b_dq += b_row * tl.dot(b_m, b_kc, input_precision=PREC)
+    b_f += b_row * tl.dot(b_x, b_kc, input_precision=PREC)
+    b_s = tl.dot(b_mt, (b_q * b_row).to(IO), input_precision=PREC)
+    b_h += b_col * tl.dot(b_xt, (-b_e * b_row).to(IO), b_s, input_precision=PREC)
+    return b_dq, b_f, b_h
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def gradient_key_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_w,
+    p_g,
+    p_beta,
+    p_alog,
+    p_bias,
+    p_do,
+    p_u,
+    p_y,
+    p_s,
+    p_ds,
+    p_dq,
+    p_dk,
+    p_dv,
+    p_dw,
+    p_dg,
+    p_dbeta,
+    p_dalog,
+    p_dbias,
+    p_cu,
+    N,
+    T,
+    scale,
+    lower,
+    s_cu,
+    s_qt,
+    s_qh,
+    s_kt,
+    s_kh,
+    s_vt,
+    s_vh,
+    s_wt,
+    s_wh,
+    s_gt,
+    s_gh,
+    s_bt,
+    s_bh,
+    s_ot,
+    s_oh,
+    s_dqt,
+    s_dqh,
+    s_dkt,
+    s_dkh,
+    s_dvt,
+    s_dvh,
+    s_dwt,
+    s_dwh,
+    s_dgt,
+    s_dgh,
+    s_dbt,
+    s_dbh,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    IO: tl.constexpr = p_k.dtype.element_ty
+    # As in `factor`: fp16 cannot hold the columns of a diagonal block.
+    WIDE: tl.constexpr = tl.float32 if tl.float16 == IO else IO
+    WIDE_PREC: tl.constexpr = "tf32" if tl.float16 == IO else PREC
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % HO
+    slot = pid // HO
+    _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, 1)
+    if i_c < 0:
+        if p_dalog is not None:
+            tl.store(p_dalog + pid, 0.0)
+        if p_dbias is not None:
+            tl.store(p_dbias + pid * K + tl.arange(0, K), tl.zeros([K], tl.float32))
+        return
+    o_i = tl.arange(0, C)
+    m_t = o_i < tl.minimum(length - i_c * C, C).to(tl.int32)
+    # Everything counts from the chunk's first token: row offsets fit 32 bits.
+    token = begin + i_c * C
+    p_k += token * s_kt + (i_h // (HO // HK)) * s_kh
+    p_q += token * s_qt + (i_h // (HO // H)) * s_qh
+    p_v += token * s_vt + (i_h // (HO // HV)) * s_vh
+    p_g += token * s_gt + i_h * s_gh
+    p_beta += token * s_bt + i_h * s_bh
+    p_do += token * s_ot + i_h * s_oh
+    p_dq += token * s_dqt + i_h * s_dqh
+    p_dk += token * s_dkt + i_h * s_dkh
+    p_dv += token * s_dvt + i_h * s_dvh
+    p_dg += token * s_dgt + i_h * s_dgh
+    p_dbeta += token * s_dbt + i_h * s_dbh
+    if p_w is not None:
+        p_w += token * s_wt + i_h * s_wh
+        p_dw += token * s_dwt + i_h * s_dwh
+    amp = amplitude(p_alog, i_h)
+    b_rk = tl.full([C], 1.0, tl.float32)
+    b_rq = tl.full([C], 0.0, tl.float32) + scale
+    if NORM:
+        b_rk = _inverse_norm(p_k, o_i * s_kt, m_t, K, BK)
+        b_rq *= _inverse_norm(p_q, o_i * s_qt, m_t, K, BK)
+    b_beta = tl.full([C], 1.0, tl.float32)
+    s_bi = o_i * s_bt
+    if not ERASE_KEY:
+        b_beta = load_beta(p_beta, s_bi, m_t, SIGMOID, DOUBLE)
+
+    o_vi = o_i * s_vt
+    o_oi = o_i * s_ot
+    p_ut = p_u + pid * (C * V)
+    p_yt = p_y + pid * (C * V)
+    b_m, b_mt, b_x, b_xt, b_yv = chunk_products(
+        p_v, p_w, p_ut, p_yt, p_do, None, None, None, p_dv, p_dw, None, None,
+        o_vi, o_i * s_wt, o_oi, o_oi, o_oi, o_i * s_dvt, o_i * s_dwt, o_oi,
+        0, m_t, m_t, b_beta, C, C, V, BV, True, ERASE_KEY, False, PREC,
+    )  # fmt: skip
+    m_same = o_i[:, None] == o_i[None, :]
+    b_self = tl.sum(tl.where(m_same, b_m, 0.0), axis=1)
+    b_m = b_m.to(IO)
+    b_mt = b_mt.to(IO)
+    b_x = tl.where(m_same, 0.0, b_x).to(IO)
+    b_xt = tl.where(m_same, 0.0, b_xt).to(IO)
+    m_block = o_i[:, None] // 16 == o_i[None, :] // 16
+    m_diag = m_block & (o_i[:, None] >= o_i[None, :])
+    m_diag_t = m_block & (o_i[:, None] <= o_i[None, :])
+
+    p_st = p_s + pid * (V * K)
+    p_dst = p_ds + pid * (V * K)
+    b_fs = tl.zeros([C], tl.float32)
+    b_das = tl.zeros([BK], tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_dq, b_f, b_h, b_c = state_products(
+            p_st, p_dst, p_v, p_ut, p_yt, p_do, None, o_vi, o_oi, o_oi, m_t, m_t, o_k,
+            C, C, K, V, BK, BV, True, PREC,
+        )  # fmt: skip
+        # Cumulative gates and rows [C, BK].
+        p_tile = p_g + o_i[:, None] * s_gt + o_k[None, :]
+        b_raw = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32)
+        if p_bias is not None:
+            b_raw += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
+        b_gc = tl.cumsum(tl.where(m_t[:, None], log2_decay(b_raw, amp, lower, GATE), 0.0), axis=0)
+        b_k = tl.load(p_k + o_i[:, None] * s_kt + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_k = b_k.to(tl.float32) * b_rk[:, None]
+        b_q = tl.load(p_q + o_i[:, None] * s_qt + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_q = b_q.to(tl.float32) * b_rq[:, None]
+        if ERASE_KEY:
+            s_b = s_bi[:, None] + o_k[None, :]
+            m_b = m_t[:, None] & (o_k >= 0)[None, :]
+            b_b = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+            b_e = b_k * b_b
+        else:
+            b_e = b_k * b_beta[:, None]
+
+        # Through the states.
+        b_end = tl.sum(tl.where((o_i == C - 1)[:, None], b_gc, 0.0), axis=0)
+        b_up = tl.exp2(b_gc)
+        b_dq *= b_up
+        b_f *= b_up
+        b_h *= tl.exp2(b_end[None, :] - b_gc)
+        b_dend = tl.sum(b_h * b_k, axis=0) + tl.exp2(b_end) * b_c
+
+        # Pairs of blocks, then the diagonal blocks: the levels of `factor`.
+        if C >= 64:
+            b_w = _pair_decay(b_gc, 32)
+            m_p = _pair_mask(o_i[:, None], o_i[None, :], 32)
+            m_b = _pair_mask(o_i[None, :], o_i[:, None], 32)
+            b_dq, b_f, b_h = _pair_gradients(
+                b_dq, b_f, b_h, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b, IO, PREC
+            )
+        if C >= 32:
+            b_w = _pair_decay(b_gc, 16)
+            m_p = _pair_mask(o_i[:, None], o_i[None, :], 16)
+            m_b = _pair_mask(o_i[None, :], o_i[:, None], 16)
+            b_dq, b_f, b_h = _pair_gradients(
+                b_dq, b_f, b_h, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b, IO, PREC
+            )
+        b_d = b_gc - _pick_row(b_gc, 16, 7)
+        m_near = _within_reach(b_d)
+        b_row = tl.exp2(tl.minimum(tl.maximum(b_d, -REACH), REACH))
+        b_col = 1.0 / b_row
+        m_p = m_diag & m_near[:, None]
+        m_b = m_diag_t & m_near[None, :]
+        b_dq, b_f, b_h = _pair_gradients(
+            b_dq, b_f, b_h, b_q, b_k, b_e, b_row, b_col, b_m, b_mt, b_x, b_xt, m_p, m_b,
+            WIDE, WIDE_PREC,
+        )  # fmt: skip
+        if tl.min(m_near.to(tl.int32), axis=0) == 0:
+            m_far = m_near == 0
+            for i_b in tl.static_range(4):
+                b_w = _pair_decay(b_gc, 8 >> i_b)
+                m_p = _pair_mask(o_i[:, None], o_i[None, :], 8 >> i_b) & m_far[:, None]
+                m_b = _pair_mask(o_i[None, :], o_i[:, None], 8 >> i_b) & m_far[None, :]
+                b_dq, b_f, b_h = _pair_gradients(
+                    b_dq, b_f, b_h, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
+                    IO, PREC,
+                )  # fmt: skip
+            b_s = tl.where(m_far, b_self, 0.0)[:, None]
+            b_dq += b_s * b_k
+            b_h += b_s * b_q
+
+        # Chain rules and stores.
+        b_dg = b_q * b_dq - b_e * b_f - b_k * b_h
+        b_dg = tl.cumsum(b_dg, axis=0, reverse=True) + b_dend[None, :]
+        b_dx, b_da = gate_gradient(tl.where(m_t[:, None], b_dg, 0.0), b_raw, amp, lower, GATE)
+        p_tile = p_dg + o_i[:, None] * s_dgt + o_k[None, :]
+        tl.store(p_tile, b_dx.to(p_dg.dtype.element_ty), mask=m_t[:, None])
+        if p_dbias is not None:
+            tl.store(p_dbias + pid * K + o_k, tl.sum(b_dx, axis=0))
+        if p_dalog is not None:
+            b_das += tl.sum(b_da, axis=0)
+        p_tile = p_dq + o_i[:, None] * s_dqt + o_k[None, :]
+        tl.store(p_tile, (scale * b_dq).to(p_dq.dtype.element_ty), mask=m_t[:, None])
+        if ERASE_KEY:
+            b_h -= b_b * b_f
+            b_raw = tl.load(p_beta + s_b, mask=m_t[:, None], other=0.0).to(tl.float32)
+            b_db = beta_gradient(-b_k * b_f, b_raw, SIGMOID, DOUBLE)
+            p_tile = p_dbeta + o_i[:, None] * s_dbt + o_k[None, :]
+            tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t[:, None])
+        else:
+            b_h -= b_beta[:, None] * b_f
+            b_fs += tl.sum(b_k * b_f, axis=1)
+        p_tile = p_dk + o_i[:, None] * s_dkt + o_k[None, :]
+        tl.store(p_tile, b_h.to(p_dk.dtype.element_ty), mask=m_t[:, None])
+
+    if p_dalog is not None:
+        tl.store(p_dalog + pid, tl.sum(b_das))
+    if not ERASE_KEY:
+        b_raw = tl.load(p_beta + s_bi, mask=m_t, other=0.0).to(tl.float32)
+        b_db = beta_gradient(b_yv - b_fs, b_raw, SIGMOID, DOUBLE)
+        p_tile = p_dbeta + o_i * s_dbt
+        tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)

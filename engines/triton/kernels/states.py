@@ -1,0 +1,151 @@
+"""Chunk-entry states for the backward: the forward's serial pass again, without outputs.
+
+    R^T = V^T - S E^T        [BV, C]       delta rule only
+    U^T = (R^T b) W^T        [BV, C]       W = (I + A)^-1, b the write strength of a head
+    S   = S decay + U^T Kc   [BV, K]
+
+One program per (span, head, V-slice), the state in fp32 registers as in `scan`. A span is a whole
+sequence, or what lies between two checkpoints of it, each span starting from its own row. Written,
+in io dtype and by slot: S at every chunk's start [V, K], and the corrected values U [C, V].
+
+Loads of one chunk: (1 or 2) C K + C V + C C io elements, staged by the software pipeline.
+"""
+
+import triton
+import triton.language as tl
+
+from .factor import load_beta
+from .index import checkpoint_base, locate, sequence_span
+
+__all__ = ["states_kernel"]
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def states_kernel(
+    p_k,
+    p_e,
+    p_v,
+    p_w,
+    p_beta,
+    p_rows,
+    p_decay,
+    p_t,
+    p_h0,
+    p_check,
+    p_s,
+    p_u,
+    p_cu,
+    N,
+    T,
+    s_cu,
+    s_kt,
+    s_ks,
+    s_kh,
+    s_vt,
+    s_vs,
+    s_vh,
+    s_wt,
+    s_wh,
+    s_bt,
+    s_bs,
+    s_bh,
+    s_0n,
+    s_0h,
+    s_0v,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NS: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    KEY_GATE: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    EVERY: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    NV: tl.constexpr = V // BV
+    IO: tl.constexpr = p_k.dtype.element_ty
+    pid = tl.program_id(0).to(tl.int64)
+    i_v = pid % NV
+    i_h = (pid // NV) % HO
+    i_n = pid // (NV * HO)
+    o_i = tl.arange(0, C)
+    o_v = i_v * BV + tl.arange(0, BV)
+    o_k = tl.arange(0, K)
+
+    # The span's chunks [i_c, last), and its entering state [BV, K].
+    if p_check is not None:
+        i_n, i_r, _, _ = locate(i_n, p_cu, s_cu, N, T, EVERY, NS)
+        if i_r < 0:
+            return
+        begin, length, first = sequence_span(p_cu, s_cu, i_n, T, C, NS)
+        row = checkpoint_base(p_cu, s_cu, i_n, T, EVERY, NS) + i_r
+        i_first = i_r * (EVERY // C)
+        last = tl.cdiv(tl.minimum(length, (i_r + 1) * EVERY), C)
+        p_enter = p_check + ((row * HO + i_h) * V + o_v)[:, None] * K + o_k[None, :]
+        b_s = tl.load(p_enter).to(tl.float32)
+    else:
+        begin, length, first = sequence_span(p_cu, s_cu, i_n, T, C, NS)
+        i_first = begin * 0
+        last = tl.cdiv(length, C)
+        if p_h0 is not None:
+            p_enter = p_h0 + i_n * s_0n + i_h * s_0h + o_v[:, None] * s_0v + o_k[None, :]
+            b_s = tl.load(p_enter).to(tl.float32)
+        else:
+            b_s = tl.zeros([BV, K], tl.float32)
+
+    p_vh = p_v + (i_h // (HO // HV)) * s_vh + o_v[:, None]
+    p_kh = p_k + (i_h // (HO // HK)) * s_kh
+    for i_c in range(i_first, last):
+        block = (first + i_c) * HO + i_h
+        o_t = i_c * C + o_i
+        m_t = o_t < length
+        o_tok = begin + o_t // NS
+        o_sub = o_t % NS
+        b_s16 = b_s.to(IO)
+        tl.store(p_s + block * (V * K) + o_v[:, None] * K + o_k[None, :], b_s16)
+
+        if KEY_GATE:
+            o_tile = block * (C * K) + o_i[:, None] * K + o_k[None, :]
+            b_k = tl.load(p_k + o_tile)  # [C, K]
+        else:
+            p_row = p_rows + block * (4 * C)
+            s_ki = o_tok * s_kt + o_sub * s_ks
+            b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
+        s_vi = o_tok * s_vt + o_sub * s_vs
+        b_v = tl.load(p_vh + s_vi[None, :], mask=m_t[None, :], other=0.0)  # [BV, C]
+
+        if DELTA:
+            if KEY_GATE:
+                b_e = tl.load(p_e + o_tile)  # [C, K]
+                b_r = tl.dot(b_s16, tl.trans(b_e), input_precision=PREC)
+            else:
+                b_r = tl.dot(b_s16, tl.trans(b_k), input_precision=PREC)
+                b_r *= tl.load(p_row + o_i)[None, :]
+            if p_w is None:
+                b_r = b_v.to(tl.float32) - b_r
+            else:
+                p_tile = p_w + i_h * s_wh + o_v[:, None] + o_tok[None, :] * s_wt
+                b_w = tl.load(p_tile, mask=m_t[None, :], other=0.0)
+                b_r = b_v.to(tl.float32) * b_w.to(tl.float32) - b_r
+            if not ERASE_KEY:
+                o_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
+                b_r *= load_beta(p_beta, o_b, m_t, SIGMOID, DOUBLE)[None, :]
+            b_t = tl.load(p_t + block * (C * C) + o_i[:, None] * C + o_i[None, :])  # [C, C]
+            b_u = tl.dot(b_r.to(IO), tl.trans(b_t), input_precision=PREC)
+            b_u16 = b_u.to(IO)
+            tl.store(p_u + block * (C * V) + o_i[None, :] * V + o_v[:, None], b_u16)
+        else:
+            b_u = b_v.to(tl.float32)
+
+        if KEY_GATE:
+            b_s *= tl.load(p_decay + block * K + o_k)[None, :]
+        else:
+            b_s *= tl.exp2(tl.load(p_row + 4 * C - 1))
+            b_u16 = (b_u * tl.load(p_row + 2 * C + o_i)[None, :]).to(IO)
+        b_s = tl.dot(b_u16, b_k, b_s, input_precision=PREC)

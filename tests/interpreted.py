@@ -1,0 +1,115 @@
+"""The Triton engine's plans under Triton's interpreter, on the CPU, against the fp64 oracle.
+
+Not collected by itself: `test_triton.py` runs it in a process that has TRITON_INTERPRET=1 from
+the start. The interpreter multiplies bf16 wrongly, so dtypes here are fp16 and fp32.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+from cases import BF16, CASES, F16, F32, Case, written
+from draw import HOSTILE, hostile
+from oracle import FAMILIES
+from tolerance import check, check_hostile
+
+from lagraph import infer, registry
+from lagraph.plan import problem_of
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+ENGINE = registry.load("lagraph.engines.triton.engine:ENGINE")
+TABLE = registry.load("lagraph.engines.triton.support:SUPPORT")
+
+
+def run(family, direction, x, knobs=None, arch=90, **options):
+    """A plan on CPU tensors, its outputs by name; fresh outputs hold NaN."""
+    node = registry.family(family).node(direction)
+    known = {attr.name for attr in node.attrs}
+    chosen = node.options({name: value for name, value in options.items() if name in known})
+    ins = [x.get(name) for name in node.input_names]
+    metas = [None if t is None else infer.Meta(t.shape, t.dtype) for t in ins]
+    bound = infer.bind(node, metas, chosen)
+    problem = replace(problem_of(node, bound, chosen, metas), device="cuda", arch=arch)
+    assert not TABLE.reasons(problem)
+    outs = {
+        name: torch.full(shape, float("nan"), dtype=dtype)
+        for name, (shape, dtype) in bound.outputs.items()
+    }
+    if "state_indices" in x and "final_state" in outs:
+        outs["final_state"] = x["initial_state"]
+    plan = ENGINE.plan(problem, knobs or {})
+    work = torch.full(
+        (plan.workspace_size(x["g"].shape[0], len(x["cu_seqlens"]) - 1),), 255, dtype=torch.uint8
+    )
+    plan.run(ins, [outs.get(name) for name in node.output_names], work)
+    return outs
+
+
+WORDS = (
+    "ragged", "ends early", "no sequences", "only empty", "grouped", "fp16", "mixed gates",
+    "strong gates", "linear gates", "safe gates", "everything", "guard", "n=3", "token-major",
+    "D and z", "checkpoints",
+)  # fmt: skip
+
+
+def shaped(case):
+    """The case at the head dims that the engine serves, and a dtype that the interpreter does."""
+    dtype = case.dtype if case.dtype in (F32, F16) else F16 if case.dtype == BF16 else F32
+    return replace(case, K=16, V=16 if case.V <= 16 else 32, dtype=dtype)
+
+
+def chosen():
+    quick = os.environ.get("LAGRAPH_TEST_ALL") != "1"
+    for case in CASES:
+        if quick and (not any(word in case.what for word in WORDS) or sum(case.lengths) > 150):
+            continue
+        yield pytest.param(shaped(case), id=case.id)
+
+
+@pytest.mark.parametrize("case", list(chosen()))
+def test_forward(case):
+    options = case.call_options()
+    got = run(case.family, "forward", case.draw(), **options)
+    want = case.truth("forward")
+    got = {name: written(case, name, value) for name, value in got.items()}
+    want = {name: written(case, name, want[name]) for name in got}
+    check(got, want, case.dtype, "cuda")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("what", ["ragged", "everything", "mixed gates"])
+def test_summary(family, what):
+    case = shaped(next(c for c in CASES if c.id == f"{family}-{what}"))
+    got = run(family, "summary", case.draw(), output_transition=True, **case.call_options())
+    check(got, case.truth("summary"), case.dtype, "cuda")
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hostile(family, kind):
+    if family == "mamba2" and kind.startswith("beta"):
+        pytest.skip("Mamba-2 has no beta")
+    gate = os.environ.get("LAGRAPH_TEST_GATE", "zero")
+    x = hostile(kind, family, lengths=(130,), K=16, V=16, dtype=F16, gate=gate, H=1)
+    options = {"num_householder": 1} if family == "gdp" else {}
+    got = run(family, "forward", x, output_final_state=True, **options)
+    want = oracle.forward(family, x, **options)
+    low = oracle.forward(family, x, round_state_to=F16, **options)
+    check_hostile(got, want, low, F16, ("O", "final_state"))
+
+
+def test_pool():
+    case = Case("gdn", "", lengths=(5, 9, 64, 0), K=16, V=16, dtype=F32)
+    x = case.draw()
+    x["initial_state"] = torch.randn(6, 2, 16, 16)
+    x["state_indices"] = torch.tensor([4, -1, 0, 2], dtype=torch.int32)
+    want = oracle.forward("gdn", x, output_final_state=True)
+    before = x["initial_state"].clone()
+    got = run("gdn", "forward", x, output_final_state=True)
+    check(got, want, F32, "cuda", names=("O", "final_state"))
+    assert torch.equal(x["initial_state"][[1, 3, 5]], before[[1, 3, 5]])
