@@ -129,8 +129,9 @@ def compiled(sample: Sample, arch: int, knobs: dict[str, int]):
     """(kernel name, compiled kernel) of every launch of a sample's plan."""
     driver.set_active(Target(arch))
     node, x, options = inputs_of(sample)
-    metas = [infer.Meta(x[name].shape, x[name].dtype) if name in x else None
-        for name in node.input_names]
+    metas = [
+        infer.Meta(x[name].shape, x[name].dtype) if name in x else None for name in node.input_names
+    ]
     bound = infer.bind(node, metas, options)
     problem = problem_of(node, bound, options, metas)
     problem = replace(problem, device="cuda", arch=arch)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "Request", "Runner", "problem_of", "request", "runner"]
 
 CAPACITY = 256  # plans kept per node
+REQUESTS = 4096  # requests kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +84,8 @@ def request(
     key = (node.name, text)
     found = _REQUESTS.get(key)
     if found is None:
+        if len(_REQUESTS) >= REQUESTS:
+            _REQUESTS.clear()
         found = _REQUESTS.setdefault(
             key,
             Request(

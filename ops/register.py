@@ -101,6 +101,8 @@ class _Operator:
         return tuple([args[0].new_empty(0) if out is None else out for out in outs])
 
     def _request(self, text: str) -> plan.Request:
+        if len(self._requests) >= plan.REQUESTS:
+            self._requests.clear()
         found = self._requests[text] = parse_request(self.node, text)
         return found
 

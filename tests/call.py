@@ -110,7 +110,7 @@ def _forward_outputs(got, options):
 def gradients(family, inputs, plan=None, **options):
     """The forward's outputs and all gradients, by node name; see `call`."""
     leaves = {
-        name: t.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        name: t.detach().requires_grad_()  # the caller's strides
         for name, t in inputs.items()
         if name in GRADIENTS and t is not None
     }

@@ -6,6 +6,8 @@ one symbol, whatever they mean, and would compile once more when they part.
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from declared import NODES, SIZES, all_optional, calls, fixed, flat, ids, needed_by, tensors
@@ -241,6 +243,7 @@ def test_a_bad_call_says_what_is_wrong_when_compiled():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_inductor_fuses_around_an_operator():
     node = registry.node("gdn")
 

@@ -687,6 +687,21 @@ def test_plans_are_bounded(monkeypatch):
 
 
 @pytest.mark.usefixtures("fresh")
+def test_requests_are_bounded(monkeypatch):
+    """A new scale at every step must not fill the memory."""
+    monkeypatch.setattr(plan, "REQUESTS", 5)
+    given, operator = tensors(registry.node("gdn")), torch.ops.lagraph.gated_delta_net.default
+    first = ops.gated_delta_net(**given, scale=1.0)[0]
+    for i in range(12):
+        ops.gated_delta_net(**given, scale=1.0 + i)
+        assert len(plan._REQUESTS) <= 6
+    inputs = [given.get(p.name) for p in registry.node("gdn").inputs if p.role != "pool"]
+    assert torch.equal(operator(*inputs, '{"scale":1.0}')[0], first)
+    # Another spelling of the same options is the same call.
+    assert torch.equal(operator(*inputs, '{ "scale": 1.0, "safe_gate": false }')[0], first)
+
+
+@pytest.mark.usefixtures("fresh")
 def test_threads_may_race_to_the_first_call():
     node = registry.node("gdn")
     xs = [lengths(node, 8 + i, 2) for i in range(8)]

@@ -7,6 +7,7 @@ expected, what was got and how to mend it, and leave the next good call as it wa
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -328,6 +329,21 @@ def test_a_missing_number_of_updates_is_refused():
         graph_of(node, tensors(node))
     with pytest.raises(TypeError, match="num_householder"):
         calls(node)(tensors(node))
+
+
+@pytest.mark.parametrize("name", sorted(errors.__all__))
+def test_errors_survive_pickling(name):
+    """They cross process boundaries, in test runners and launchers."""
+    kind = getattr(errors, name)
+    if issubclass(kind, errors.InvalidNode):
+        error = kind("gdn", "q", expected="a", got="b", mend="C", because="d")
+        assert str(error) == "gdn.q: expected a, got b; d. C."
+    else:
+        error = kind("what is wrong")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
 
 
 # Values and head counts --------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         share=_share(problem, int(knobs.get("share", 4 if problem.traits.delta else 8))),
         # A K-block of gates passes through a C x C tile under a gate per key.
         block_k=min(
-            size["K"], int(knobs.get("block_k", 32 if wide else 64)), chunk if key_gate else 256
+            size["K"],
+            int(knobs.get("block_k", 32 if wide or key_gate else 64)),
+            chunk if key_gate else 256,
         ),
         block_v=min(size["V"], int(knobs.get("block_v", 16 if wide else 64))),
         factor_warps=int(knobs.get("factor_warps", 8 if key_gate else 4)),

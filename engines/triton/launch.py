@@ -214,7 +214,7 @@ class _Plan:
             *_strides(3, h0), *_strides(3, final), *_strides(2, out), *_strides(2, pre),
             HV=self.problem.sizes.get("HV", self.HO), V=width, NS=self.substeps,
             K=self.K, C=config.chunk, CQ=config.queries, BV=block_v, **self.heads,
-            KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity,
+            KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity, SPLIT=self.split,
             EVERY=getattr(self.problem.options, "checkpoint_every_n_tokens", 0) or 1,
             PREC=config.precision, num_warps=config.scan_warps, num_stages=config.scan_stages,
         )  # fmt: skip

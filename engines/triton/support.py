@@ -24,6 +24,7 @@ SUPPORT = SupportTable(
         "block_k": (16, 32, 64, 128),
         "block_v": (16, 32, 64, 128),
         "share": (1, 2, 4, 8),
+        "split": (0, 1),
         "factor_warps": (1, 2, 4, 8),
         "factor_stages": (1, 2, 3),
         "scan_warps": (1, 2, 4, 8),

@@ -1,0 +1,1 @@
+"""The kernels, one job a module."""

@@ -208,7 +208,7 @@ def factor_head_kernel(
             tl.store(p_tile, b_a)
 
     if DELTA:
-        invert_in_memory(p_x, HP * C, C, "ieee")
+        invert_in_memory(p_x, HP * C, C, PREC)
         for i_g in tl.range(0, HP, num_stages=1):
             i_h = i_h0 + i_g
             s_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
@@ -403,7 +403,7 @@ def factor_key_kernel(
         b_mean = b_a1 / tl.maximum(b_a0, 1e-20)
         b_eta = tl.minimum(tl.sqrt((1.0 - 1.0 / 32.0) * b_lim / tl.maximum(b_r, 1e-30)), 1.0)
         m_flat = b_a0 < 0.0
-        if IO != tl.float32:
+        if tl.float32 != IO:
             # Rounding may undo it: the rows as they will be rounded, once more.
             EPS4: tl.constexpr = 0.00390625 if tl.float16 == IO else 0.03125
             b_a1 = tl.zeros([C], tl.float32)

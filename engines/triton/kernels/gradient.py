@@ -319,6 +319,8 @@ def gradient_head_kernel(
     PREC: tl.constexpr,
 ):
     IO: tl.constexpr = p_k.dtype.element_ty
+    # Sums by a product with zeros and ones.
+    SUM_PREC: tl.constexpr = PREC if tl.float32 == IO else "tf32"
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
     slot = pid // HO
@@ -407,20 +409,43 @@ def gradient_head_kernel(
     )  # fmt: skip
     m_up = (o_i[None, :] <= o_iq[:, None]) & m_t[None, :]
     b_d = tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
-    b_m16 = tl.where(m_up, b_m * b_d * (b_rk * b_dt)[None, :], 0.0).to(IO)
+    b_m = tl.where(m_up, b_m * b_d * (b_rk * b_dt)[None, :], 0.0)
+    m_low = o_i[:, None] > o_i[None, :]
+    if DELTA:
+        b_d = tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
+        b_xx = tl.where(m_low, b_xx * b_d * b_rk[None, :], 0.0)
+
+    # What the gate of step t decays inside the chunk: pairs of a row at or after t and a column
+    # before it. Summed without differences, for what is small there may be divided by the gate.
+    b_qk = tl.zeros([CQ, C], tl.float32)
+    b_kk = tl.zeros([C, C], tl.float32)
+    for i_k in range(0, K, BK):
+        o_k = i_k + tl.arange(0, BK)
+        b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
+        b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
+        if DELTA:
+            b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
+    b_before = tl.where(o_i[:, None] < o_i[None, :], 1.0, 0.0)  # [column, step]
+    b_n = tl.dot(b_m * b_qk * b_rq[:, None], b_before, input_precision=SUM_PREC)
+    b_dg = tl.sum(tl.where(o_iq[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
+    if DELTA:
+        b_n = tl.dot(b_xx * b_kk * (b_rk * b_beta)[:, None], b_before, input_precision=SUM_PREC)
+        b_dg -= tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
+
+    b_m16 = b_m.to(IO)
     m_up = (o_i[:, None] <= o_iq[None, :]) & m_t[:, None]
     b_d = tl.exp2(tl.where(m_up, b_gq[None, :] - b_gc[:, None], -float("inf")))
     b_mt16 = tl.where(m_up, b_mt * b_d * b_rq[None, :], 0.0).to(IO)
     if DELTA:
-        m_low = o_i[:, None] > o_i[None, :]
-        b_d = tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
-        b_x16 = tl.where(m_low, b_xx * b_d * b_rk[None, :], 0.0).to(IO)
+        b_x16 = b_xx.to(IO)
         m_low = o_i[None, :] > o_i[:, None]
         b_d = tl.exp2(tl.where(m_low, b_gc[None, :] - b_gc[:, None], -float("inf")))
         b_xt16 = tl.where(m_low, b_xt * b_d * (-b_rk * b_beta)[None, :], 0.0).to(IO)
 
-    # Row sums over K of q dq, k f, k h, k h from the state alone; and dS . S.
+    # Sums over K: q dq and k f from the state, k f and k h in all, k h from the state; dS . S.
     b_qs = tl.zeros([CQ], tl.float32)
+    b_rs = tl.zeros([C], tl.float32)
     b_fs = tl.zeros([C], tl.float32)
     b_hs = tl.zeros([C], tl.float32)
     b_es = tl.zeros([C], tl.float32)
@@ -443,28 +468,27 @@ def gradient_head_kernel(
         b_es += tl.sum(b_h * b_kf, axis=1)
         b_h = tl.dot(b_mt16, b_q, b_h, input_precision=PREC)
         b_dq *= tl.exp2(b_gq)[:, None]
+        b_qs += tl.sum(b_dq * b_q.to(tl.float32), axis=1)
         b_dq = tl.dot(b_m16, b_k, b_dq, input_precision=PREC)
         if DELTA:
             b_h = tl.dot(b_xt16, b_k, b_h, input_precision=PREC)
             b_f *= b_up[:, None]
+            b_rs += tl.sum(b_f * b_kf, axis=1)
             b_f = tl.dot(b_x16, b_k, b_f, input_precision=PREC)
             b_fs += tl.sum(b_f * b_kf, axis=1)
         b_hs += tl.sum(b_h * b_kf, axis=1)
-        b_qs += tl.sum(b_dq * b_q.to(tl.float32), axis=1)
         b_dk = b_h - b_beta[:, None] * b_f if DELTA else b_h * b_dt[:, None]
         p_tile = p_dk + (o_tok * s_dkt + o_sub * s_dks)[:, None] + o_k[None, :]
         tl.store(p_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_t[:, None])
         p_tile = p_dq + (o_out * s_dqt)[:, None] + o_k[None, :]
         tl.store(p_tile, (scale * b_dq).to(p_dq.dtype.element_ty), mask=m_q[:, None])
-    b_qs *= b_rq
 
-    # Gates: every step sees all later ones of its chunk.
-    b_dgc = -(b_beta * b_fs + b_dt * b_hs)
-    dg_end = tl.sum(b_dt * b_es) + tl.exp2(b_end) * tl.sum(b_cs)
-    m_late = o_i[:, None] >= o_i[None, :]
-    b_dg = tl.sum(tl.where(m_late, b_dgc[:, None], 0.0), axis=0) + dg_end
+    # And what it decays of the entering state, and of all that leaves.
+    b_dg += tl.exp2(b_end) * tl.sum(b_cs)
     m_late = o_iq[:, None] >= o_i[None, :]
-    b_dg += tl.sum(tl.where(m_late, b_qs[:, None], 0.0), axis=0)
+    b_dg += tl.sum(tl.where(m_late, (b_qs * b_rq)[:, None], 0.0), axis=0)
+    m_late = o_i[:, None] >= o_i[None, :]
+    b_dg += tl.sum(tl.where(m_late, -(b_beta * b_rs)[:, None], (b_dt * b_es)[:, None]), axis=0)
     b_dg = tl.where(m_g, b_dg, 0.0)
     if GATE == "ssd":
         rate = tl.load(p_a + i_h).to(tl.float32)

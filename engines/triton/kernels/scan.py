@@ -98,6 +98,7 @@ def scan_kernel(
     KEY_GATE: tl.constexpr,
     DELTA: tl.constexpr,
     IDENTITY: tl.constexpr,
+    SPLIT: tl.constexpr,
     EVERY: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -163,13 +164,19 @@ def scan_kernel(
             s_vi = o_tok * s_vt + (o_t % NS) * s_vs
             b_v = tl.load(p_vh + s_vi[None, :], mask=m_t[None, :], other=0.0)  # [BV, C]
         b_s16 = b_s.to(IO)
+        if SPLIT:
+            b_sl = (b_s - b_s16.to(tl.float32)).to(IO)
 
         if DELTA:
             if KEY_GATE:
                 b_e = tl.load(p_e + o_tile)  # [C, K]
                 b_r = tl.dot(b_s16, tl.trans(b_e), input_precision=PREC)
+                if SPLIT:
+                    b_r = tl.dot(b_sl, tl.trans(b_e), b_r, input_precision=PREC)
             else:
                 b_r = tl.dot(b_s16, tl.trans(b_k), input_precision=PREC)
+                if SPLIT:
+                    b_r = tl.dot(b_sl, tl.trans(b_k), b_r, input_precision=PREC)
                 b_r *= tl.load(p_row + o_i)[None, :]
             if p_v is None:
                 b_r = -b_r
@@ -179,8 +186,16 @@ def scan_kernel(
                 p_tile = p_w + i_h * s_wh + o_v[:, None] + o_tok[None, :] * s_wt
                 b_w = tl.load(p_tile, mask=m_t[None, :], other=0.0)
                 b_r = b_v.to(tl.float32) * b_w.to(tl.float32) - b_r
-            b_t = tl.load(p_t + block * (C * C) + o_i[:, None] * C + o_i[None, :])  # [C, C]
-            b_u = tl.dot(b_r.to(IO), tl.trans(b_t), input_precision=PREC)
+            PARTS: tl.constexpr = 2 if SPLIT else 1
+            p_tile = p_t + block * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
+            b_t = tl.load(p_tile)  # [C, C]
+            b_r16 = b_r.to(IO)
+            b_u = tl.dot(b_r16, tl.trans(b_t), input_precision=PREC)
+            if SPLIT:
+                b_rl = (b_r - b_r16.to(tl.float32)).to(IO)
+                b_u = tl.dot(b_rl, tl.trans(b_t), b_u, input_precision=PREC)
+                b_t = tl.load(p_tile + C * C)
+                b_u = tl.dot(b_r16, tl.trans(b_t), b_u, input_precision=PREC)
             b_u16 = b_u.to(IO)
         else:
             b_u = b_v.to(tl.float32)
