@@ -71,11 +71,11 @@ def op_rows(device: str) -> list[tuple[str, float]]:
              microseconds(lambda: ops.gated_delta_net(*args, output_final_state=True))),
         ]  # fmt: skip
     with torch.inference_mode():
-        rows.append(("op call, inference mode",
-                     microseconds(lambda: ops.gated_delta_net(*args, output_final_state=True))))  # fmt: skip
+        call = microseconds(lambda: ops.gated_delta_net(*args, output_final_state=True))
+        rows.append(("op call, inference mode", call))
     leaves = tuple(t.requires_grad_() if t.is_floating_point() else t for t in args)
-    rows.append(("op call, gradient recorded",
-                 microseconds(lambda: ops.gated_delta_net(*leaves, output_final_state=True))))  # fmt: skip
+    call = microseconds(lambda: ops.gated_delta_net(*leaves, output_final_state=True))
+    rows.append(("op call, gradient recorded", call))
 
     def both() -> None:
         o, _ = ops.gated_delta_net(*leaves)

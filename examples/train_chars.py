@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.mixer = GatedDeltaLayer(width, heads)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, state=None) -> tuple[Tensor, tuple]:  # noqa: ANN001
+    def forward(self, x: Tensor, cu_seqlens: Tensor, state=None) -> tuple[Tensor, tuple]:
         """x [N, L, width]."""
         mixed, state = self.mixer(self.norm1(x), cu_seqlens, state)
         x = x + mixed

@@ -28,7 +28,7 @@ _SAMPLE = {"T": 64, "N": 1, "H": 2, "HK": 2, "HV": 2, "HO": 2, "K": 128, "V": 12
 
 
 def sample_verdicts(node: Node, device: torch.device) -> tuple[select.Verdict, ...]:
-    """Every engine's verdict on an ordinary bf16 call of this node, K = V = 128 (Mamba-2: V = 64)."""
+    """Every engine's verdict on an ordinary bf16 call: K = V = 128 (Mamba-2: V = 64)."""
     sizes = _SAMPLE | ({"V": 64} if node.family.name == "mamba2" else {})
     metas: list[infer.Meta | None] = []
     for port in node.inputs:

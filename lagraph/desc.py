@@ -26,7 +26,7 @@ __all__ = [
 DYNAMIC = frozenset({"T", "N"})
 
 
-class data_type(enum.Enum):  # noqa: N801  (cuDNN's spelling)
+class data_type(enum.Enum):
     """Element types, under cuDNN's names."""
 
     NOT_SET = None

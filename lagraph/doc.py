@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from lagraph.node import Attr, Node, Output, Port
 
 __all__ = [
-    "builder_docstring", "describe", "node_tables", "op_docstring", "op_stub", "ops_stub", "plan_table", "signature",
-]  # fmt: skip
+    "builder_docstring",
+    "describe",
+    "node_tables",
+    "op_docstring",
+    "op_stub",
+    "ops_stub",
+    "plan_table",
+    "signature",
+]
 
 _DTYPES = {
     "io": "bf16, fp16, fp32 or fp64; one dtype for all token tensors",
@@ -60,7 +67,11 @@ def signature(node: Node) -> str:
 
 def builder_docstring(node: Node) -> str:
     """The docstring of a node's builder."""
-    lines = [f"Add {node.type}: {_VERB[node.direction].format(title=node.family.title)}", "", "Args:"]
+    lines = [
+        f"Add {node.type}: {_VERB[node.direction].format(title=node.family.title)}",
+        "",
+        "Args:",
+    ]
     for port in node.inputs:
         maybe = ", optional" if port.optional else ""
         lines.append(_wrap(
@@ -127,7 +138,11 @@ def returns(node: Node) -> list[tuple[str, str]]:
 def op_docstring(node: Node) -> str:
     """The docstring of a node's operator."""
     family = node.family
-    lines = [_VERB[node.direction].format(title=family.title), "", _wrap(family.equation, 4).strip()]
+    lines = [
+        _VERB[node.direction].format(title=family.title),
+        "",
+        _wrap(family.equation, 4).strip(),
+    ]
     lines += ["", "Args:"]
     ports, options = _ports(node), _options(node)
     for name in family.op_order[node.direction]:
@@ -259,7 +274,8 @@ def node_tables() -> str:
                 for a in node.attrs
             ]), ""]  # fmt: skip
             parts += [_table(("output", "shape", "exists", ""), [
-                (f"`{o.name}`", shape_text(o), f"with `{o.condition}`" if o.condition else "always", o.doc)
+                (f"`{o.name}`", shape_text(o),
+                 f"with `{o.condition}`" if o.condition else "always", o.doc)
                 for o in node.outputs
             ]), ""]  # fmt: skip
             if node.rules:

@@ -19,7 +19,7 @@ import hashlib
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class heur_mode(enum.Enum):  # noqa: N801  (cuDNN's spelling)
+class heur_mode(enum.Enum):
     """Heuristic modes. All rank alike here; a slow plan is never a silent fallback."""
 
     A = "A"
@@ -72,7 +72,7 @@ class heur_mode(enum.Enum):  # noqa: N801  (cuDNN's spelling)
     FALLBACK = "FALLBACK"
 
 
-class build_plan_policy(enum.Enum):  # noqa: N801
+class build_plan_policy(enum.Enum):
     """Which plans `build_plans` builds: the first that builds, or all that serve."""
 
     HEURISTICS_CHOICE = "HEURISTICS_CHOICE"
@@ -278,7 +278,8 @@ class Graph:
         self.compute_data_type = to_torch_dtype(compute_data_type, "Graph", "compute_data_type")
         if self.compute_data_type not in (None, torch.float32, torch.float64):
             raise InvalidOption(
-                "Graph", "compute_data_type", expected="FLOAT or DOUBLE", got=str(compute_data_type),
+                "Graph", "compute_data_type", expected="FLOAT or DOUBLE",
+                got=str(compute_data_type),
                 mend="States and decays are carried in fp32 or wider; drop it",
             )  # fmt: skip
         self._device = None if device is None else torch.device(device)
@@ -405,7 +406,9 @@ class Graph:
                     continue
                 raise RuleBroken(node.name, port.name, expected="a tensor", got="None",
                                  mend=f"Pass {port.name}")  # fmt: skip
-            inputs[port.name] = self._own(value, f"{name or node.name}::{port.name}", node, port.name)
+            inputs[port.name] = self._own(
+                value, f"{name or node.name}::{port.name}", node, port.name
+            )
         outputs: dict[str, Tensor] = {}
         for out in node.present(req.options, inputs.__contains__):
             made = self.tensor((), name=f"{name or node.name}::{out.name}", is_virtual=True)
@@ -676,7 +679,7 @@ class Graph:
         chosen = self.plan_name or next((v.plan for v in found if v.ok and v.default), None)
         return Explanation(node.type, found, chosen)
 
-    # Running ---------------------------------------------------------------------------------------
+    # Running -------------------------------------------------------------------------------------
 
     def _built(self) -> _Executor:
         if self._executor is None:
@@ -684,7 +687,7 @@ class Graph:
         return self._executor
 
     def get_workspace_size(self, T: int | None = None, N: int | None = None) -> int:
-        """Bytes of workspace for `execute`; T and N must be given where the graph leaves them open."""
+        """Bytes of workspace for `execute`; give T and N where the graph leaves them open."""
         executor = self._built()
         sizes = self._bound.sizes if self._bound is not None else {}
         tokens, sequences = (given if given is not None else sizes[letter]
@@ -708,7 +711,7 @@ class Graph:
 
     __call__ = execute
 
-    # Looking and keeping -----------------------------------------------------------------------------
+    # Looking and keeping ------------------------------------------------------------------------
 
     def inspect(self) -> dict[str, Any]:
         """The graph as plain data."""
@@ -846,7 +849,7 @@ def as_tensor(value: Any, op: str = "execute", argument: str = "variant_pack") -
     )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def _runner(name: str) -> plan.Runner:
     """Graphs have runners of their own: their messages use the node's names."""
     return plan.Runner(registry.node(name), op_names=False)
@@ -870,7 +873,10 @@ class _Executor:
         self.slots: dict[Any, int] = {}
         self.bindings: list[Any] = []
         self.names: list[str] = []
-        for ports, given in ((node.input_names, graph._inputs), (node.output_names, graph._outputs)):
+        for ports, given in (
+            (node.input_names, graph._inputs),
+            (node.output_names, graph._outputs),
+        ):
             for port in ports:
                 made = given.get(port)
                 self.names.append(port)

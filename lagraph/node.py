@@ -228,7 +228,9 @@ class Node:
         }
         return create_model(f"{self.type}_Options", __base__=Options, **fields)
 
-    def options(self, values: Mapping[str, Any], label: str = "", op_names: bool = False) -> Options:
+    def options(
+        self, values: Mapping[str, Any], label: str = "", op_names: bool = False
+    ) -> Options:
         """A validated, frozen options model; `InvalidOption` names what is wrong."""
         label = label or self.name
         values = {name: self._plain(name, x, label, op_names) for name, x in values.items()}
@@ -332,7 +334,9 @@ def _inputs(family: Family, direction: Direction) -> tuple[Port, ...]:
     optional = [port for port in ports if port.optional]
     if direction in ("forward", "summary"):
         return (*required, *optional)
-    d_output = Port("dO", "T HO V", "io", "cotangent", "Gradient of the output.", op=family.cotangent)
+    d_output = Port(
+        "dO", "T HO V", "io", "cotangent", "Gradient of the output.", op=family.cotangent
+    )
     d_state = Port(
         "d_final_state", "N HO V K", "float", "cotangent", "Gradient of the final state.",
         optional=True,
@@ -373,19 +377,26 @@ def _outputs(family: Family, direction: Direction) -> tuple[Output, ...]:
         if family.saved:
             outputs.append(
                 Output(
-                    "O_pre", "T HO V", "io", "Output before the z gate.",
+                    "O_pre",
+                    "T HO V",
+                    "io",
+                    "Output before the z gate.",
                     when=lambda o, has: o.output_pre_gate and has("z"),
                     condition="output_pre_gate and z",
-                )  # fmt: skip
+                )
             )
         return tuple(outputs)
     if direction == "backward":
         return tuple(
             Output(
-                port.grad, port.shape, "like", f"Gradient of {port.name}.", like=port.name,
+                port.grad,
+                port.shape,
+                "like",
+                f"Gradient of {port.name}.",
+                like=port.name,
                 when=partial(_given, port.name) if port.optional else None,
                 condition=f"{port.name} given" if port.optional else "",
-            )  # fmt: skip
+            )
             for port in _inputs(family, "backward")
             if port.grad
         )
@@ -399,4 +410,3 @@ def _outputs(family: Family, direction: Direction) -> tuple[Output, ...]:
         when=lambda o, has: o.output_transition, condition="output_transition",
     )  # fmt: skip
     return first, transition
-

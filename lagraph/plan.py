@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,7 @@ def problem_of(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _arch(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
@@ -196,9 +196,13 @@ class Plan:
         if problem.device == "cuda":
             self.device = torch.device("cuda", problem.index)
         self.dtypes = tuple(problem.dtypes.get(name) for name in node.output_names)
-        in_place = problem.has("initial_state") and problem.has("final_state") and (
-            problem.has("state_indices")
-            or getattr(problem.options, "overwrite_initial_state", False)
+        in_place = (
+            problem.has("initial_state")
+            and problem.has("final_state")
+            and (
+                problem.has("state_indices")
+                or getattr(problem.options, "overwrite_initial_state", False)
+            )
         )
         # Position of the output that is an input's buffer.
         self.aliases = node.output_names.index("final_state") if in_place else -1
@@ -290,8 +294,10 @@ def _key_source(node: Node, device: str) -> str:
         if len(ranks) > 1:
             read, static = f"s{i} = {x}.shape", f"len(s{i}), s{i}[1:]" if dynamic else f"s{i}"
         else:
-            read = f"s{i} = {first}, {', '.join(dims)} = {x}.shape" if dims else (
-                f"s{i} = {first}, = {x}.shape"
+            read = (
+                f"s{i} = {first}, {', '.join(dims)} = {x}.shape"
+                if dims
+                else (f"s{i} = {first}, = {x}.shape")
             )
             static = ", ".join(dims if dynamic or head == "N+1" else [first, *dims])
         value = ", ".join(
@@ -301,7 +307,12 @@ def _key_source(node: Node, device: str) -> str:
             ) if part
         )  # fmt: skip
         if port.optional:
-            lines += [f"    if {x} is None:", f"        k{i} = None", "    else:", f"        {read}"]
+            lines += [
+                f"    if {x} is None:",
+                f"        k{i} = None",
+                "    else:",
+                f"        {read}",
+            ]
             lines += [f"        if not {dynamic}:", "            return None"] if dynamic else []
             lines.append(f"        k{i} = ({value})")
             parts.append(f"k{i}")
@@ -395,7 +406,7 @@ def metas_of(tensors: Sequence[Any]) -> list[Meta | None]:
     return [None if x is None else Meta(x.shape, x.dtype, x.device) for x in tensors]
 
 
-@lru_cache(maxsize=None)
+@cache
 def runner(name: str) -> Runner:
     """The runner of a node, by builder name."""
     return Runner(registry.node(name))

@@ -6,7 +6,7 @@ Nothing is imported before it is asked for, so that `import lagraph` loads no ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ def load(target: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-@lru_cache(maxsize=None)
+@cache
 def family(name: str) -> Family:
     """One family by name."""
     return load(FAMILIES[name])
@@ -68,7 +68,7 @@ def families() -> tuple[Family, ...]:
     return tuple(family(name) for name in FAMILIES)
 
 
-@lru_cache(maxsize=None)
+@cache
 def nodes() -> dict[str, Node]:
     """All nodes by builder name."""
     return {node.name: node for fam in families() for node in fam.nodes}

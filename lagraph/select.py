@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 
-@lru_cache(maxsize=None)
+@cache
 def missing(row: EngineRow) -> tuple[str, ...]:
     """Which of the engine's packages are absent or too old, in words."""
     why = []

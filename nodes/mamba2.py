@@ -46,15 +46,20 @@ MAMBA2 = Family(
     traits=Traits(gate="head", delta=False, erase=None, write=None),
     ports=_PORTS,
     attrs=attrs(
-        "output_transition", "output_final_state", "checkpoint_every_n_tokens", "dt_softplus",
-        "dt_min", "dt_max", "output_pre_gate", "batch_invariant", "overwrite_initial_state",
+        "output_transition",
+        "output_final_state",
+        "checkpoint_every_n_tokens",
+        "dt_softplus",
+        "dt_min",
+        "dt_max",
+        "output_pre_gate",
+        "batch_invariant",
+        "overwrite_initial_state",
     ),
     rules=(_DT_RANGE, *state_rules(), checkpoint_rule(128)),
     checkpoint_step=128,
     transition="N HO",
-    saved=(
-        Port("O_pre", "T HO V", "io", "saved", "Output before the z gate.", optional=True),
-    ),
+    saved=(Port("O_pre", "T HO V", "io", "saved", "Output before the z gate.", optional=True),),
     op_order=op_order(
         "x, dt, A, B, C, cu_seqlens, D, dt_bias, z, initial_state, output_final_state, "
         "checkpoint_every_n_tokens, dt_softplus, dt_min, dt_max, batch_invariant, state_indices, "

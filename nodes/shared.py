@@ -243,9 +243,7 @@ def gate_bound_needs_safe_gate() -> Rule:
     )
 
 
-def op_order(
-    forward: str, summary: str, summary_backward: str
-) -> dict[Direction, tuple[str, ...]]:
+def op_order(forward: str, summary: str, summary_backward: str) -> dict[Direction, tuple[str, ...]]:
     """Orders of the operators' arguments, written as in a signature, under the operator's names."""
 
     def names(text: str) -> tuple[str, ...]:

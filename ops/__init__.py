@@ -16,4 +16,4 @@ _functions: dict[str, Any] = {
 }  # fmt: skip
 globals().update(_functions)
 
-__all__ = sorted(_functions)  # noqa: PLE0605
+__all__ = sorted(_functions)

@@ -429,7 +429,8 @@ def public(operator: _Operator, in_place: _Operator) -> Callable[..., Any]:
         needs += [f"({n} is not None and {n}.requires_grad)" for n in maybe]
         body += [
             "    if state_indices is None and not overwrite_initial_state:",
-            "        if is_compiling() or transforms() or autocast() or forward_ad._current_level >= 0:",
+            "        if is_compiling() or transforms() or autocast() or "
+            "forward_ad._current_level >= 0:",
             f"            out = op({arguments('pool')}, options)",
             f"        elif is_grad_enabled() and ({' or '.join(needs)}):",
             f"            out = differentiable({arguments('pool')}, options)",

@@ -22,7 +22,9 @@ def main() -> int:
             check=True,
         )
         (built,) = wheel.glob("lagraph-*.whl")
-        subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(built)], check=True)
+        subprocess.run(
+            [*pip, "install", "--no-deps", "--target", str(site), str(built)], check=True
+        )
         config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", f"{place}/cache"]
         checked = subprocess.run(
             [sys.executable, "-m", "mypy", *config, "-p", "lagraph"],

@@ -62,9 +62,8 @@ def install(monkeypatch, *engines, requires=None, eager=True):
 
 def forget():
     """Drop every plan and every verdict that was kept."""
-    from lagraph.ops import register
-
     from lagraph import graph, plan, registry, select
+    from lagraph.ops import register
 
     RUNS.clear()
     for name in registry.nodes():

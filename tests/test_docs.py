@@ -1,4 +1,4 @@
-"""The docs: generated files are fresh, every example on a page runs, links and the nav are whole."""
+"""The docs: generated files are fresh, examples on a page run, links and the nav are whole."""
 
 from __future__ import annotations
 

@@ -57,6 +57,22 @@ def test_the_table_is_run():
     assert {row.name for row in registry.ENGINES} <= {engine.name for engine in PROMISED}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("numbers", [1, 30_000])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpoints"])
+def test_many_tiles(monkeypatch, family, direction, numbers, checkpoints):
+    """The eager engine works tile by tile; where the tiles end changes nothing."""
+    scan = pytest.importorskip("lagraph.engines.eager.scan")
+    monkeypatch.setattr(scan, "TILE_NUMBERS", numbers)
+    monkeypatch.setattr(scan, "HELD_TILES", 2)
+    options = {"checkpoint_every_n_tokens": STEP[family]} if checkpoints else {}
+    case = Case(family, "", lengths=(300, *RAGGED), gate="mixed", tail=3, options=options)
+    got, want = run(EAGER, case, direction), case.truth(direction)
+    names = [name for name in want if name in got]
+    check(parts(case, got), parts(case, want), case.dtype, names=names)
+
+
 # Dtypes and buffers of the states ------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import lagraph.ops
 import oracle
 import pytest
 import torch
@@ -28,6 +27,7 @@ from table import grid, param, short, to
 from tolerance import check, check_bitwise, relative_error, same_shape_and_finite
 
 import lagraph
+import lagraph.ops
 from lagraph.errors import InvalidNode, NotSupported
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -311,7 +311,7 @@ def test_a_summary_has_one_direction_to_pin():
     ops.gated_delta_net_summary(**x, plan_name="gdn_summary_eager")
     with pytest.raises(errors.RuleBroken, match=r"gated_delta_net_summary\.plan_name"):
         ops.gated_delta_net_summary(**x, plan_name="gdn_summary_eager,gdn_summary_eager")
-    with pytest.raises(errors.PlanNotOffered, match="Plans are: gdn_summary_eager"):
+    with pytest.raises(errors.PlanNotOffered, match=r"Plans are: .*gdn_summary_eager\."):
         ops.gated_delta_net_summary(**x, plan_name="gdn_eager")
 
 

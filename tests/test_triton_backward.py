@@ -42,6 +42,7 @@ CASES = {
     "kda deep": ("kda", {"lengths": (20,), "gate": "deep", "K": 32}, {}),
     "kda safe": ("kda", {"lengths": (20,), "H": 1, "HV": 2, "params": GATED},
                  {**NORMED, **BOUNDED}),
+    "kda linear": ("kda", {"lengths": (20,), "gate": "mixed"}, {"gate_domain": "linear"}),
     "kda checkpoints": ("kda", {"lengths": (70,), "H": 1}, {"checkpoint_every_n_tokens": 64}),
     "gdn2": ("gdn2", {"lengths": (21, 0, 17), "state": F32}, {}),
     "gdn2 safe": ("gdn2", {"lengths": (20,), "H": 2, "HV": 1, "params": GATED},

@@ -34,14 +34,15 @@ def tolerance(name, io_dtype, own_dtype=None, device="cpu"):
 def distance(got, want, name=""):
     """||got - want||, and the ||want|| that it is judged against, in fp64; 1 where want is zero.
 
-    A transition [N, HO, K, K] is a product of contractions that starts from the identity and acts
-    on states of any size: one of less than 1e-3 of the identity is judged against the identity.
+    A transition [N, HO, K, K] is a product of contractions that starts from the identity, and what
+    it leaves of a state is added to what the span wrote: it is judged against no less than a tenth
+    of the identity.
     """
     got, want = got.detach().cpu().to(F64), want.detach().cpu().to(F64)
     error, size = (got - want).norm().item(), want.norm().item()
     if name == "transition" and want.dim() == 4:
         identity = (want.numel() / want.shape[-1]) ** 0.5
-        size = size if size >= 1e-3 * identity else identity
+        size = max(size, 0.1 * identity)
     return error, size or 1.0
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from lagraph.engines.eager.decay import HeadDecay, KeyDecay, bounded_exp
 
 if TYPE_CHECKING:

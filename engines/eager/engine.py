@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
 from lagraph.engines.eager.scan import Scanner
 
 if TYPE_CHECKING:

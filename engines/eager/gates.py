@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
 from lagraph.engines.eager.decay import bounded_exp
 
 if TYPE_CHECKING:

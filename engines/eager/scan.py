@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
 from lagraph.engines.eager.chunk import Update, run_chunks
 from lagraph.engines.eager.steps import FAMILIES
 from lagraph.engines.eager.table import Block, Tile, blocks

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
 from lagraph.engines.eager.chunk import Update
 from lagraph.engines.eager.gates import guard, log_decay, strength, time_step
 

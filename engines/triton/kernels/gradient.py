@@ -10,21 +10,23 @@ log2 gates, D[i, j] = 2^(G_i - G_j), c = 2^(G_C):
     h_j  = c / 2^G_j (dS^T U)_j + sum_i (M_ij q_i - X_ij e_i) D_ij
     dk = h - b f      db = Y . v - k . f  (b a number a head), -k f (a number a key channel)
     dv = b Y or w Y   dw = v Y
-    dG = q dq - e f - k h, at the end plus sum_j k_j c / 2^G_j (dS^T U)_j + c sum_v dS S
-    dg = reversed sum of dG over the chunk
+    dg_t = c sum_v dS S + sum_(i >= t) 2^G_i (q_i S^T dO_i - e_i S^T Y_i)
+         + sum_(j < t) k_j c / 2^G_j (dS^T U)_j
+         + sum_(i >= t > j) (M_ij q_i - X_ij e_i) k_j D_ij
 
-where q is normalized and scaled, k normalized, and G enters each product at its row and its column
-alone, which is why no scores are needed. Without delta rule U is v, each column carries the step
-dt, and Y is the gradient of v itself. Chain rules of gates, strengths, steps, z and D follow at
-once; the unit norm and sums over head groups are left to `reduce`, which also sums the partials
-[chunks, parameters] written here.
+The last is all that the gate of step t decays: what comes in, what goes out, and pairs of steps on
+both sides of it. (The usual reversed sum of q dq - e f - k h equals it, by cancelling all other
+pairs; where gates are strong, little more than rounding remains of that.) Without delta rule U is
+v, each column carries the step dt, and Y is the gradient of v itself. Chain rules of gates,
+strengths, steps, z and D follow at once; the unit norm and sums over head groups are left to
+`reduce`, which also sums the partials [chunks, parameters] written here.
 
 `gradient_head_kernel` (one gate a head) puts D into M and X. `gradient_key_kernel` (a gate a key
 channel) meets D[i, j] in levels, as no single anchor is safe for it. Level b = C/2, ..., 16 pairs
 neighbouring blocks of b steps: rows of the later one and columns of the earlier one meet at the
 first row of the later one, and no factor exceeds 1. Diagonal blocks of 16 take their row 7 as
-anchor while every exponent up to a row's end stays below 2^100; rows past that point, gates beyond
--8 a step, go on pairing down to b = 1. Each level masks M and X and scales rows and columns; its
+anchor while every exponent up to a row's end stays below 2^100 (2 for linear gates, whose dg must
+not be a difference); rows past that point, gates beyond -8 a step, go on pairing down to b = 1. Each level masks M and X and scales rows and columns; its
 products are [C, C] x [C, BK].
 
 Tiles: first a loop over V in blocks of BV, four [C, C] fp32 accumulators, rounded to io; then for
@@ -40,9 +42,6 @@ from .index import locate
 from .reverse import load_dout
 
 __all__ = ["gradient_head_kernel", "gradient_key_kernel"]
-
-# Largest exponent between a row of a diagonal block and its anchor.
-REACH = tl.constexpr(100.0)
 
 
 @triton.jit
@@ -543,7 +542,7 @@ def _pair_mask(o_row, o_col, B: tl.constexpr):
 
 
 @triton.jit
-def _within_reach(b_d):
+def _within_reach(b_d, REACH: tl.constexpr):
     """Rows [C] whose distances to the anchor of their 16-block, and those of all rows before them
     in the block, stay below REACH in every channel. b_d: distances [C, D]."""
     C: tl.constexpr = b_d.shape[0]
@@ -555,10 +554,23 @@ def _within_reach(b_d):
 
 
 @triton.jit
+def _level_sum(o_i, B: tl.constexpr):
+    """[step t, row or column] of a pairing level, as zeros and ones: the pairs that the gate of t
+    decays are those of rows from t on, for t in a later block, and of columns before t in an
+    earlier one."""
+    o_t = o_i[:, None]
+    o_x = o_i[None, :]
+    m_late = o_t // B % 2 == 1
+    m_sum = (o_t // B == o_x // B) & ((m_late & (o_x >= o_t)) | ((m_late == 0) & (o_x < o_t)))
+    return tl.where(m_sum, 1.0, 0.0)
+
+
+@triton.jit
 def _pair_gradients(
     b_dq,
     b_f,
     b_h,
+    b_dg,
     b_q,
     b_k,
     b_e,
@@ -570,21 +582,37 @@ def _pair_gradients(
     b_xt,
     m_pair,
     m_back,
+    o_i,
+    B: tl.constexpr,
     IO: tl.constexpr,
     PREC: tl.constexpr,
+    SUM_PREC: tl.constexpr,
 ):
     """Adds the pairs of one level: rows i carry b_row, columns j carry b_col, m_back is the
-    mask's transpose. Tiles [C, BK] in fp32, M and X [C, C] in io."""
+    mask's transpose. Tiles [C, BK] in fp32, M and X [C, C] in io. B = 0: the diagonal blocks."""
+    C: tl.constexpr = b_q.shape[0]
+    BK: tl.constexpr = b_q.shape[1]
     b_m = tl.where(m_pair, b_m, 0.0).to(IO)
     b_x = tl.where(m_pair, b_x, 0.0).to(IO)
     b_mt = tl.where(m_back, b_mt, 0.0).to(IO)
     b_xt = tl.where(m_back, b_xt, 0.0).to(IO)
     b_kc = (b_k * b_col).to(IO)
-    b_dq += b_row * tl.dot(b_m, b_kc, input_precision=PREC)
-    b_f += b_row * tl.dot(b_x, b_kc, input_precision=PREC)
+    b_s = b_row * tl.dot(b_m, b_kc, input_precision=PREC)
+    b_dq += b_s
+    b_c = b_q * b_s
+    b_s = b_row * tl.dot(b_x, b_kc, input_precision=PREC)
+    b_f += b_s
+    b_c -= b_e * b_s
     b_s = tl.dot(b_mt, (b_q * b_row).to(IO), input_precision=PREC)
-    b_h += b_col * tl.dot(b_xt, (-b_e * b_row).to(IO), b_s, input_precision=PREC)
-    return b_dq, b_f, b_h
+    b_s = b_col * tl.dot(b_xt, (-b_e * b_row).to(IO), b_s, input_precision=PREC)
+    b_h += b_s
+    if B == 0:
+        b_c = tl.reshape(b_c - b_k * b_s, [C // 16, 16, BK])
+        b_dg += tl.reshape(tl.cumsum(b_c, axis=1, reverse=True), [C, BK])
+    else:
+        b_c += b_k * b_s
+        b_dg = tl.dot(_level_sum(o_i, B), b_c, b_dg, input_precision=SUM_PREC)
+    return b_dq, b_f, b_h, b_dg
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -662,6 +690,9 @@ def gradient_key_kernel(
     # As in `factor`: fp16 cannot hold the columns of a diagonal block.
     WIDE: tl.constexpr = tl.float32 if tl.float16 == IO else IO
     WIDE_PREC: tl.constexpr = "tf32" if tl.float16 == IO else PREC
+    SUM_PREC: tl.constexpr = PREC if tl.float32 == IO else "tf32"
+    # Inside a diagonal block dG is a difference, and a linear gate divides it by the decay.
+    REACH: tl.constexpr = 1.0 if GATE == "linear" else 100.0
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
     slot = pid // HO
@@ -712,13 +743,14 @@ def gradient_key_kernel(
     )  # fmt: skip
     m_same = o_i[:, None] == o_i[None, :]
     b_self = tl.sum(tl.where(m_same, b_m, 0.0), axis=1)
-    b_m = b_m.to(IO)
-    b_mt = b_mt.to(IO)
+    b_m = tl.where(m_same, 0.0, b_m).to(IO)
+    b_mt = tl.where(m_same, 0.0, b_mt).to(IO)
     b_x = tl.where(m_same, 0.0, b_x).to(IO)
     b_xt = tl.where(m_same, 0.0, b_xt).to(IO)
     m_block = o_i[:, None] // 16 == o_i[None, :] // 16
-    m_diag = m_block & (o_i[:, None] >= o_i[None, :])
-    m_diag_t = m_block & (o_i[:, None] <= o_i[None, :])
+    m_diag = m_block & (o_i[:, None] > o_i[None, :])
+    m_diag_t = m_block & (o_i[:, None] < o_i[None, :])
+    b_before = tl.where(o_i[:, None] > o_i[None, :], 1.0, 0.0)  # [step, column]
 
     p_st = p_s + pid * (V * K)
     p_dst = p_ds + pid * (V * K)
@@ -754,32 +786,36 @@ def gradient_key_kernel(
         b_dq *= b_up
         b_f *= b_up
         b_h *= tl.exp2(b_end[None, :] - b_gc)
-        b_dend = tl.sum(b_h * b_k, axis=0) + tl.exp2(b_end) * b_c
+        b_dg = tl.cumsum(b_q * b_dq - b_e * b_f, axis=0, reverse=True)
+        b_dg += (tl.exp2(b_end) * b_c)[None, :]
+        b_dg = tl.dot(b_before, b_h * b_k, b_dg, input_precision=SUM_PREC)
 
         # Pairs of blocks, then the diagonal blocks: the levels of `factor`.
         if C >= 64:
             b_w = _pair_decay(b_gc, 32)
             m_p = _pair_mask(o_i[:, None], o_i[None, :], 32)
             m_b = _pair_mask(o_i[None, :], o_i[:, None], 32)
-            b_dq, b_f, b_h = _pair_gradients(
-                b_dq, b_f, b_h, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b, IO, PREC
-            )
+            b_dq, b_f, b_h, b_dg = _pair_gradients(
+                b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
+                o_i, 32, IO, PREC, SUM_PREC,
+            )  # fmt: skip
         if C >= 32:
             b_w = _pair_decay(b_gc, 16)
             m_p = _pair_mask(o_i[:, None], o_i[None, :], 16)
             m_b = _pair_mask(o_i[None, :], o_i[:, None], 16)
-            b_dq, b_f, b_h = _pair_gradients(
-                b_dq, b_f, b_h, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b, IO, PREC
-            )
+            b_dq, b_f, b_h, b_dg = _pair_gradients(
+                b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
+                o_i, 16, IO, PREC, SUM_PREC,
+            )  # fmt: skip
         b_d = b_gc - _pick_row(b_gc, 16, 7)
-        m_near = _within_reach(b_d)
+        m_near = _within_reach(b_d, REACH)
         b_row = tl.exp2(tl.minimum(tl.maximum(b_d, -REACH), REACH))
         b_col = 1.0 / b_row
         m_p = m_diag & m_near[:, None]
         m_b = m_diag_t & m_near[None, :]
-        b_dq, b_f, b_h = _pair_gradients(
-            b_dq, b_f, b_h, b_q, b_k, b_e, b_row, b_col, b_m, b_mt, b_x, b_xt, m_p, m_b,
-            WIDE, WIDE_PREC,
+        b_dq, b_f, b_h, b_dg = _pair_gradients(
+            b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_row, b_col, b_m, b_mt, b_x, b_xt, m_p, m_b,
+            o_i, 0, WIDE, WIDE_PREC, SUM_PREC,
         )  # fmt: skip
         if tl.min(m_near.to(tl.int32), axis=0) == 0:
             m_far = m_near == 0
@@ -787,17 +823,15 @@ def gradient_key_kernel(
                 b_w = _pair_decay(b_gc, 8 >> i_b)
                 m_p = _pair_mask(o_i[:, None], o_i[None, :], 8 >> i_b) & m_far[:, None]
                 m_b = _pair_mask(o_i[None, :], o_i[:, None], 8 >> i_b) & m_far[None, :]
-                b_dq, b_f, b_h = _pair_gradients(
-                    b_dq, b_f, b_h, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                    IO, PREC,
+                b_dq, b_f, b_h, b_dg = _pair_gradients(
+                    b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
+                    o_i, 8 >> i_b, IO, PREC, SUM_PREC,
                 )  # fmt: skip
-            b_s = tl.where(m_far, b_self, 0.0)[:, None]
-            b_dq += b_s * b_k
-            b_h += b_s * b_q
+        # A row and its own column: nothing decays between them.
+        b_dq += b_self[:, None] * b_k
+        b_h += b_self[:, None] * b_q
 
         # Chain rules and stores.
-        b_dg = b_q * b_dq - b_e * b_f - b_k * b_h
-        b_dg = tl.cumsum(b_dg, axis=0, reverse=True) + b_dend[None, :]
         b_dx, b_da = gate_gradient(tl.where(m_t[:, None], b_dg, 0.0), b_raw, amp, lower, GATE)
         p_tile = p_dg + o_i[:, None] * s_dgt + o_k[None, :]
         tl.store(p_tile, b_dx.to(p_dg.dtype.element_ty), mask=m_t[:, None])

@@ -197,6 +197,8 @@ def scan_kernel(
                 b_t = tl.load(p_tile + C * C)
                 b_u = tl.dot(b_r16, tl.trans(b_t), b_u, input_precision=PREC)
             b_u16 = b_u.to(IO)
+            if SPLIT:
+                b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
         else:
             b_u = b_v.to(tl.float32)
             b_u16 = b_v
@@ -213,6 +215,8 @@ def scan_kernel(
                 b_o *= tl.load(p_row + C + o_q)[None, :]
             b_p = tl.load(p_p + block * (CQ * C) + o_q[:, None] * C + o_i[None, :])  # [CQ, C]
             b_o = tl.dot(b_u16, tl.trans(b_p), b_o, input_precision=PREC)
+            if DELTA and SPLIT:
+                b_o = tl.dot(b_ul, tl.trans(b_p), b_o, input_precision=PREC)
             if p_d is not None:
                 b_d = tl.load(p_d + i_h * s_dh + o_v * s_dv).to(tl.float32)
                 b_o += b_d[:, None] * b_v.to(tl.float32)
@@ -230,8 +234,13 @@ def scan_kernel(
             b_s *= tl.load(p_decay + block * K + o_k)[None, :]
         else:
             b_s *= tl.exp2(tl.load(p_row + 4 * C - 1))
-            b_u16 = (b_u * tl.load(p_row + 2 * C + o_i)[None, :]).to(IO)
+            b_u *= tl.load(p_row + 2 * C + o_i)[None, :]
+            b_u16 = b_u.to(IO)
+            if DELTA and SPLIT:
+                b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
         b_s = tl.dot(b_u16, b_k, b_s, input_precision=PREC)
+        if DELTA and SPLIT:
+            b_s = tl.dot(b_ul, b_k, b_s, input_precision=PREC)
 
     if p_ht is not None:
         p_tile = p_ht + i_s * s_fn + i_h * s_fh + o_v[:, None] * s_fv + o_k[None, :]
