@@ -63,7 +63,8 @@ def test_the_table_is_run():
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpoints"])
 def test_many_tiles(monkeypatch, family, direction, numbers, checkpoints):
     """The eager engine works tile by tile; where the tiles end changes nothing."""
-    scan = pytest.importorskip("lagraph.engines.eager.scan")
+    from lagraph.engines.eager import scan
+
     monkeypatch.setattr(scan, "TILE_NUMBERS", numbers)
     monkeypatch.setattr(scan, "HELD_TILES", 2)
     options = {"checkpoint_every_n_tokens": STEP[family]} if checkpoints else {}

@@ -47,6 +47,8 @@ CASES = {
     "gdn2": ("gdn2", {"lengths": (21, 0, 17), "state": F32}, {}),
     "gdn2 safe": ("gdn2", {"lengths": (20,), "H": 2, "HV": 1, "params": GATED},
                   {**NORMED, **BOUNDED}),
+    "gdn2 guard": ("gdn2", {"lengths": (20,), "gate": "mixed"},
+                   {**NORMED, "beta_guard": True}),
     "gdp": ("gdp", {"lengths": (21, 0, 9), "n": 2, "state": F32}, {"num_householder": 2}),
     "gdp tokens": ("gdp", {"lengths": (13, 5), "n": 3, "token_major": True},
                    {**NORMED, "num_householder": 3}),

@@ -291,6 +291,77 @@ def guarded(b_b, m_act, m_flat, b_mean, b_eta, IO: tl.constexpr):
 
 
 @triton.jit
+def guard_rows(
+    p_k,
+    p_g,
+    p_beta,
+    p_bias,
+    o_t,
+    o_g,
+    o_b,
+    b_rk,
+    m_t,
+    amp,
+    lower,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    IO: tl.constexpr,
+):
+    """What `guarded` needs of every row [C]; pointers include the head, o_* are row offsets."""
+    C: tl.constexpr = b_rk.shape[0]
+    # Moments of each row of b under p = k^2, and the largest gate: all of [C].
+    b_a0 = tl.zeros([C], tl.float32)
+    b_a1 = tl.zeros([C], tl.float32)
+    b_a2 = tl.zeros([C], tl.float32)
+    b_top = tl.full([C], -float("inf"), tl.float32)
+    for i_k in tl.range(0, K, BK, num_stages=1):
+        o_k = i_k + tl.arange(0, BK)
+        m_b = m_t[:, None] & (o_k >= 0)[None, :]
+        p_tile = p_g + o_g[:, None] + o_k[None, :]
+        b_g = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32)
+        if p_bias is not None:
+            b_g += tl.load(p_bias + o_k).to(tl.float32)[None, :]
+        b_top = tl.maximum(b_top, tl.max(log2_decay(b_g, amp, lower, GATE), axis=1))
+        s_b = o_b[:, None] + o_k[None, :]
+        b_e = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+        p_tile = p_k + o_t[:, None] + o_k[None, :]
+        b_k = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32) * b_rk[:, None]
+        b_a0 += tl.sum(b_k * b_k, axis=1)
+        b_a1 += tl.sum(b_e * b_k * b_k, axis=1)
+        b_a2 += tl.sum(b_e * b_e * b_k * b_k, axis=1)
+    b_c2 = tl.exp2(-2.0 * b_top)
+    b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
+    b_lim = guard_limit(b_a1, b_c2)
+    m_act = (b_a0 > 1e-20) & (b_r > b_lim)
+    b_mean = b_a1 / tl.maximum(b_a0, 1e-20)
+    b_eta = tl.minimum(tl.sqrt((1.0 - 1.0 / 32.0) * b_lim / tl.maximum(b_r, 1e-30)), 1.0)
+    m_flat = b_a0 < 0.0
+    if tl.float32 != IO:
+        # Rounding may undo it: the rows as they will be rounded, once more.
+        EPS4: tl.constexpr = 0.00390625 if tl.float16 == IO else 0.03125
+        b_a1 = tl.zeros([C], tl.float32)
+        b_a2 = tl.zeros([C], tl.float32)
+        for i_k in tl.range(0, K, BK, num_stages=1):
+            o_k = i_k + tl.arange(0, BK)
+            m_b = m_t[:, None] & (o_k >= 0)[None, :]
+            s_b = o_b[:, None] + o_k[None, :]
+            b_e = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+            b_e = guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
+            p_tile = p_k + o_t[:, None] + o_k[None, :]
+            b_k = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32) * b_rk[:, None]
+            b_a1 += tl.sum(b_e * b_k * b_k, axis=1)
+            b_a2 += tl.sum(b_e * b_e * b_k * b_k, axis=1)
+        b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
+        b_lim = guard_limit(b_a1, b_c2) + EPS4 * (b_a0 * b_a2 + b_a1 * b_a1)
+        m_flat = m_act & (b_r > b_lim)
+        b_mean = tl.where(m_flat, b_a1 / tl.maximum(b_a0, 1e-20), b_mean)
+    return m_act, m_flat, b_mean, b_eta
+
+
+@triton.jit
 def _scores(
     b_a, b_p, b_e, b_q, b_k, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr
 ):
@@ -376,52 +447,11 @@ def factor_key_kernel(
             b_rq *= _inverse_norm(p_qh, o_tok * s_qt, m_t, K, BK)
 
     if GUARD:
-        # Moments of each row of b under p = k^2, and the largest gate: all of [C].
-        b_a0 = tl.zeros([C], tl.float32)
-        b_a1 = tl.zeros([C], tl.float32)
-        b_a2 = tl.zeros([C], tl.float32)
-        b_top = tl.full([C], -float("inf"), tl.float32)
-        for i_k in tl.range(0, K, BK, num_stages=1):
-            o_k = i_k + tl.arange(0, BK)
-            m_b = m_t[:, None] & (o_k >= 0)[None, :]
-            p_tile = p_g + o_tok[:, None] * s_gt + i_h * s_gh + o_k[None, :]
-            b_g = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32)
-            if p_bias is not None:
-                b_g += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
-            b_top = tl.maximum(b_top, tl.max(log2_decay(b_g, amp, lower, GATE), axis=1))
-            s_b = o_tok[:, None] * s_bt + i_h * s_bh + o_k[None, :]
-            b_e = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
-            p_tile = p_kh + o_tok[:, None] * s_kt + o_k[None, :]
-            b_k = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32) * b_rk[:, None]
-            b_a0 += tl.sum(b_k * b_k, axis=1)
-            b_a1 += tl.sum(b_e * b_k * b_k, axis=1)
-            b_a2 += tl.sum(b_e * b_e * b_k * b_k, axis=1)
-        b_c2 = tl.exp2(-2.0 * b_top)
-        b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
-        b_lim = guard_limit(b_a1, b_c2)
-        m_act = (b_a0 > 1e-20) & (b_r > b_lim)
-        b_mean = b_a1 / tl.maximum(b_a0, 1e-20)
-        b_eta = tl.minimum(tl.sqrt((1.0 - 1.0 / 32.0) * b_lim / tl.maximum(b_r, 1e-30)), 1.0)
-        m_flat = b_a0 < 0.0
-        if tl.float32 != IO:
-            # Rounding may undo it: the rows as they will be rounded, once more.
-            EPS4: tl.constexpr = 0.00390625 if tl.float16 == IO else 0.03125
-            b_a1 = tl.zeros([C], tl.float32)
-            b_a2 = tl.zeros([C], tl.float32)
-            for i_k in tl.range(0, K, BK, num_stages=1):
-                o_k = i_k + tl.arange(0, BK)
-                m_b = m_t[:, None] & (o_k >= 0)[None, :]
-                s_b = o_tok[:, None] * s_bt + i_h * s_bh + o_k[None, :]
-                b_e = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
-                b_e = guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
-                p_tile = p_kh + o_tok[:, None] * s_kt + o_k[None, :]
-                b_k = tl.load(p_tile, mask=m_b, other=0.0).to(tl.float32) * b_rk[:, None]
-                b_a1 += tl.sum(b_e * b_k * b_k, axis=1)
-                b_a2 += tl.sum(b_e * b_e * b_k * b_k, axis=1)
-            b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
-            b_lim = guard_limit(b_a1, b_c2) + EPS4 * (b_a0 * b_a2 + b_a1 * b_a1)
-            m_flat = m_act & (b_r > b_lim)
-            b_mean = tl.where(m_flat, b_a1 / tl.maximum(b_a0, 1e-20), b_mean)
+        p_bh = p_bias + i_h * K if p_bias is not None else p_bias
+        m_act, m_flat, b_mean, b_eta = guard_rows(
+            p_kh, p_g + i_h * s_gh, p_beta + i_h * s_bh, p_bh, o_tok * s_kt, o_tok * s_gt,
+            o_tok * s_bt, b_rk, m_t, amp, lower, K, BK, GATE, SIGMOID, DOUBLE, IO,
+        )  # fmt: skip
 
     NB: tl.constexpr = C // 16
     o_n = o_i[:, None] // 16  # blocks of 16 steps

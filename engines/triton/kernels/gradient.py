@@ -26,8 +26,9 @@ channel) meets D[i, j] in levels, as no single anchor is safe for it. Level b = 
 neighbouring blocks of b steps: rows of the later one and columns of the earlier one meet at the
 first row of the later one, and no factor exceeds 1. Diagonal blocks of 16 take their row 7 as
 anchor while every exponent up to a row's end stays below 2^100 (2 for linear gates, whose dg must
-not be a difference); rows past that point, gates beyond -8 a step, go on pairing down to b = 1. Each level masks M and X and scales rows and columns; its
-products are [C, C] x [C, BK].
+not be a difference); rows past that point go on pairing down to b = 1. Each level masks M and X and
+scales rows and columns; its products are [C, C] x [C, BK]. GDN-2's guard of b is recomputed, and
+its gradient is that of b as it is used.
 
 Tiles: first a loop over V in blocks of BV, four [C, C] fp32 accumulators, rounded to io; then for
 every K-block of BK three [C, BK] accumulators over V again, and the products with k, q, e.
@@ -36,7 +37,7 @@ every K-block of BK three [C, BK] accumulators over V again, and the products wi
 import triton
 import triton.language as tl
 
-from .factor import _inverse_norm, load_beta
+from .factor import _inverse_norm, guard_rows, guarded, load_beta
 from .gate import amplitude, log2_decay, sigmoid, softplus, step_size
 from .index import locate
 from .reverse import load_dout
@@ -681,6 +682,7 @@ def gradient_key_kernel(
     BV: tl.constexpr,
     GATE: tl.constexpr,
     ERASE_KEY: tl.constexpr,
+    GUARD: tl.constexpr,
     NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
@@ -732,6 +734,13 @@ def gradient_key_kernel(
     if not ERASE_KEY:
         b_beta = load_beta(p_beta, s_bi, m_t, SIGMOID, DOUBLE)
 
+    if GUARD:
+        p_bh = p_bias + i_h * K if p_bias is not None else p_bias
+        m_act, m_flat, b_mean, b_eta = guard_rows(
+            p_k, p_g, p_beta, p_bh, o_i * s_kt, o_i * s_gt, s_bi, b_rk, m_t, amp, lower,
+            K, BK, GATE, SIGMOID, DOUBLE, IO,
+        )  # fmt: skip
+
     o_vi = o_i * s_vt
     o_oi = o_i * s_ot
     p_ut = p_u + pid * (C * V)
@@ -776,6 +785,8 @@ def gradient_key_kernel(
             s_b = s_bi[:, None] + o_k[None, :]
             m_b = m_t[:, None] & (o_k >= 0)[None, :]
             b_b = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
+            if GUARD:
+                b_b = guarded(b_b, m_act, m_flat, b_mean, b_eta, IO)
             b_e = b_k * b_b
         else:
             b_e = b_k * b_beta[:, None]
