@@ -684,6 +684,30 @@ def test_a_bad_variant_pack_is_refused(spoil, kind, what):
     assert torch.equal(out, ops.gated_delta_net(*x.values())[0])
 
 
+OTHERS = {
+    "another dtype": (lambda x: {n: t.bfloat16() for n, t in x.items() if t.is_floating_point()},
+                      errors.DtypeMismatch, r"gdn\.q: expected float32, got bfloat16"),
+    "another K": (lambda x: {n: torch.cat([x[n], x[n]], -1) for n in "qk"},
+                  errors.ShapeMismatch, r"gdn\.q: expected \[None, 2, 4\], got \[7, 2, 8\]"),
+    "another dtype of a gate": (lambda x: {"g": x["g"].half()},
+                                errors.DtypeMismatch, r"gdn\.g: expected float32, got float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "kind", "what"), OTHERS.values(), ids=OTHERS)
+def test_buffers_that_agree_but_are_not_the_declared_ones_are_refused(change, kind, what):
+    graph, *_ = built()
+    x = inputs()
+    other = x | change(x)
+    ops.gated_delta_net(**other)  # a good call by itself
+    for pack in (other, x, other):
+        if pack is x:
+            graph.execute(pack)
+            continue
+        with pytest.raises(kind, match=what):
+            graph.execute(pack)
+
+
 @pytest.mark.parametrize("pack", [None, [1]], ids=["None", "a list"])
 def test_a_variant_pack_is_a_dict(pack):
     graph, *_ = built()

@@ -572,6 +572,32 @@ def test_overwriting_returns_the_callers_buffer(node, final):
     assert torch.equal(o, want[0])
 
 
+class Silent(fake.Engine):
+    """An engine whose writes torch does not see, as a kernel's."""
+
+    def plan(self, problem, knobs):
+        return self
+
+    def workspace_size(self, T, N):
+        return 0
+
+    def run(self, ins, outs, workspace=None):
+        pass
+
+
+@pytest.mark.parametrize("form", ["pool", "overwrite"])
+@forwards
+def test_autograd_is_told_of_a_kernels_write(node, form, monkeypatch):
+    fake.install(monkeypatch, Silent("silent"))
+    options = fixed(node) | {"output_final_state": True, "overwrite_initial_state": form != "pool"}
+    given = tensors(node, POOL if form == "pool" else POOL[:1])
+    version = given["initial_state"]._version
+    calls(node)(given, **options)
+    assert given["initial_state"]._version > version
+    monkeypatch.undo()
+    fake.forget()
+
+
 def test_a_write_under_a_saved_state_is_noticed():
     node = registry.node("gdn")
     given = tensors(node, ("initial_state",))

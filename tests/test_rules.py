@@ -36,7 +36,8 @@ class Fault:
     """One thing wrong in an otherwise good call of a node.
 
     argument: node name of what is wrong. kind: the error's class. bad: the port's wrong tensor,
-    made from the good one. optional: the optional ports that the call has.
+    made from the good one. optional: the optional ports that the call has. long: which shape
+    ports with two have.
     """
 
     node: Any
@@ -45,6 +46,7 @@ class Fault:
     kind: type
     bad: Any
     optional: tuple[str, ...] = ()
+    long: bool = True
 
 
 def _grown(x, dim):
@@ -67,19 +69,21 @@ def _wrong_dtype(port, is_first):
 def _port_faults(node):
     pools = [p.name for p in node.inputs if p.role == "pool"]
     io = next(port for port in node.inputs if port.dtype == "io")
-    for port in node.inputs:
+    forms = [(port, True) for port in node.inputs]
+    forms += [(port, False) for port in node.inputs if len(port.shapes) > 1]
+    for port, long in forms:
         pool = ("state_indices", "initial_state") if port.name in pools else ()
         optional = pool or tuple(all_optional(node))
 
-        def fault(what, kind, bad, port=port, optional=optional):
-            return Fault(node, port.name, what, kind, bad, optional)
+        def fault(what, kind, bad, port=port, optional=optional, long=long):
+            return Fault(node, port.name, what, kind, bad, optional, long)
 
         if not port.optional:
             yield fault("missing", errors.RuleBroken, lambda x: None)
         yield fault("not a tensor", errors.DtypeMismatch, lambda x: 3.0)
         yield fault("rank 0", errors.ShapeMismatch, lambda x: x.flatten()[0])
         yield fault("rank too high", errors.ShapeMismatch, lambda x: x[None, None])
-        for dim in range(max(port.shapes)):
+        for dim in range((max if long else min)(port.shapes)):
             yield fault(f"dim {dim} too long", errors.ShapeMismatch,
                         lambda x, dim=dim: _grown(x, dim))  # fmt: skip
         dtype = _wrong_dtype(port, port is io)
@@ -96,24 +100,24 @@ def options_of(fault):
 
 
 @cache
-def good_inputs(node, optional):
-    """GDP's rows come token-major, D per channel: more dims to get wrong."""
+def good_inputs(node, optional, long=True):
+    """long: GDP's rows come token-major, D per channel: more dims to get wrong."""
     options = fixed(node) | needed_by(node, optional)
-    return tensors(node, optional, long=True, options=options)
+    return tensors(node, optional, long=long, options=options)
 
 
 @cache
-def good_results(node, optional):
+def good_results(node, optional, long=True):
     """What the good call returns."""
     options = fixed(node) | needed_by(node, optional)
-    return calls(node)(good_inputs(node, optional), **options)
+    return calls(node)(good_inputs(node, optional, long), **options)
 
 
 @cache
-def good_graph(node, optional):
-    """A built graph of the good call and a function that executes it and returns an output."""
+def good_graph(node, optional, long=True):
+    """A function that executes the good call's built graph, and the output that it returns."""
     options = fixed(node) | needed_by(node, optional)
-    graph, outputs = graph_of(node, good_inputs(node, optional), **options)
+    graph, outputs = graph_of(node, good_inputs(node, optional, long), **options)
     first = next(out for out in outputs.values() if out is not None)
     first.set_output(True)
     graph.build()
@@ -123,7 +127,7 @@ def good_graph(node, optional):
         graph.execute({**given, first: out})
         return out
 
-    return execute, execute(good_inputs(node, optional))
+    return execute, execute(good_inputs(node, optional, long))
 
 
 def says(error, label, name, kind):
@@ -160,7 +164,8 @@ def at(level):
 
     ports = {}
     for fault in filter(exists, FAULTS):
-        ports.setdefault(f"{fault.node.name}-{fault.argument}", []).append(fault)
+        form = "" if fault.long else "-short"
+        ports.setdefault(f"{fault.node.name}-{fault.argument}{form}", []).append(fault)
     return pytest.mark.parametrize("faults", list(ports.values()), ids=list(ports))
 
 
@@ -175,18 +180,19 @@ def error_of(fault, call):
 
 def spoiled(fault):
     """The good inputs with the fault in them."""
-    given = good_inputs(fault.node, fault.optional)
+    given = good_inputs(fault.node, fault.optional, fault.long)
     return given | {fault.argument: fault.bad(given[fault.argument])}
 
 
 @at("operator")
 def test_bad_tensors_are_refused_by_the_operator(faults):
-    node, optional, options = faults[0].node, faults[0].optional, options_of(faults[0])
-    wanted = good_results(node, optional)  # warm: the faults meet plans that exist
+    node, options = faults[0].node, options_of(faults[0])
+    good = node, faults[0].optional, faults[0].long
+    wanted = good_results(*good)  # warm: the faults meet plans that exist
     for fault in faults:
         error = error_of(fault, lambda fault=fault: calls(node)(spoiled(fault), **options))
         says(error, node.op, shown(node, fault.argument), fault.kind)
-    after = calls(node)(good_inputs(node, optional), **options)
+    after = calls(node)(good_inputs(*good), **options)
     assert same(after, wanted), "the next good call differs"
 
 
@@ -202,15 +208,16 @@ def test_bad_tensors_are_refused_by_the_builder(faults):
 
 @at("execute")
 def test_bad_buffers_are_refused_by_execute(faults):
-    node, optional = faults[0].node, faults[0].optional
-    execute, wanted = good_graph(node, optional)
+    node = faults[0].node
+    good = node, faults[0].optional, faults[0].long
+    execute, wanted = good_graph(*good)
     for fault in faults:
         error = error_of(fault, lambda fault=fault: execute(spoiled(fault)))
         if fault.what == "not a tensor":
             says(error, "execute", "variant_pack", fault.kind)
         else:
             says(error, node.name, fault.argument, fault.kind)
-    assert same(execute(good_inputs(node, optional)), wanted), "the next good call differs"
+    assert same(execute(good_inputs(*good)), wanted), "the next good call differs"
 
 
 # Rules -------------------------------------------------------------------------------------------
@@ -386,6 +393,18 @@ def test_unusual_offsets_are_served_in_both_dtypes(node, values):
     for a, b in zip(*results, strict=True):
         rows = slice(0, values[-1]) if a.shape[:1] == (SIZES["T"],) else slice(0, end)
         assert torch.equal(a[rows], b[rows])
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
+def test_offsets_hold_at_least_the_leading_zero(node):
+    """After a good call: no lengths are in a plan's key."""
+    good_results(node, ())
+    given = good_inputs(node, ()) | {"cu_seqlens": torch.zeros(0, dtype=torch.int32)}
+    with pytest.raises(errors.ShapeMismatch, match=r"cu_seqlens: expected dim N\+1 >= 1, got 0"):
+        calls(node)(given, **fixed(node))
+    execute, _ = good_graph(node, ())
+    with pytest.raises(errors.ShapeMismatch, match=r"cu_seqlens: expected dim N\+1 >= 1, got 0"):
+        execute(given)
 
 
 def test_long_offsets_are_cut_short_in_the_message():
