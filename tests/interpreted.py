@@ -53,7 +53,7 @@ def run(family, direction, x, knobs=None, arch=90, **options):
 WORDS = (
     "ragged", "ends early", "no sequences", "only empty", "grouped", "fp16", "mixed gates",
     "strong gates", "linear gates", "safe gates", "everything", "guard", "n=3", "token-major",
-    "D and z", "checkpoints",
+    "D and z", "checkpoints", "scale", "negative",
 )  # fmt: skip
 
 
@@ -89,16 +89,22 @@ def test_summary(family, what):
     check(got, case.truth("summary"), case.dtype, "cuda")
 
 
+@pytest.mark.parametrize("gate", ["zero", "slow"])
+@pytest.mark.parametrize("split", [0, 1])
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hostile(family, kind):
+def test_hostile(family, kind, split, gate, request):
+    """Split operands hold the bound everywhere; single ones, the default without
+    allow_neg_eigval, hold it for beta up to 1."""
     if family == "mamba2" and kind.startswith("beta"):
         pytest.skip("Mamba-2 has no beta")
-    gate = os.environ.get("LAGRAPH_TEST_GATE", "zero")
+    if split and (family == "mamba2" or not kind.startswith("beta")):
+        pytest.skip("the hardest kinds only")
+    if kind == "beta 2" and not split:
+        request.applymarker(pytest.mark.xfail(reason="beta 2 needs split operands", strict=False))
     x = hostile(kind, family, lengths=(130,), K=16, V=16, dtype=F16, gate=gate)
     options = {"num_householder": 1} if family == "gdp" else {}
-    knobs = {"split": int(os.environ.get("LAGRAPH_TEST_SPLIT", "0"))}
-    got = run(family, "forward", x, knobs, output_final_state=True, **options)
+    got = run(family, "forward", x, {"split": split}, output_final_state=True, **options)
     want = oracle.forward(family, x, **options)
     low = oracle.forward(family, x, round_state_to=F16, **options)
     check_hostile(got, want, low, F16, ("O", "final_state"))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -12,8 +17,31 @@ from lagraph.__main__ import GENERATED, main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+# A block may be preceded by <!-- not run: reason --> or by <!-- tree: what to do with it -->.
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>not run|tree): (?P<note>[^\n]+?) -->\n\s*)?^```python\n(?P<code>.*?)^```",
+    re.MULTILINE | re.DOTALL,
+)
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A python block of a page: its code, its mark and the mark's text."""
+
+    code: str
+    mark: str
+    note: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """A page's python blocks; lines before a block stand empty, so that tracebacks fit."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block("\n" * text.count("\n", 0, found.start("code")) + found["code"],
+              found["mark"] or "", found["note"] or "")
+        for found in BLOCK.finditer(text)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -36,24 +64,80 @@ def test_docs_command_sees_a_stale_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_page_examples_run(page: Path) -> None:
     """The python blocks of a page run one after the other in one namespace."""
     scope: dict[str, object] = {"__name__": "page"}
-    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        exec(compile(block, str(page), "exec"), scope)
+    for block in blocks(page):
+        if not block.mark:
+            exec(compile(block.code, str(page), "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_block_is_seen(page: Path) -> None:
+    """No python block escapes the pattern, and no mark stands without its block."""
+    text, found = page.read_text(encoding="utf-8"), blocks(page)
+    assert len(found) == len(re.findall(r"^\s*```\s*(?:python|py)\b", text, re.MULTILINE))
+    assert sum(bool(b.mark) for b in found) == len(re.findall(r"<!-- (?:not run|tree):", text))
+
+
+def test_adding_a_variant(tmp_path: Path) -> None:
+    """The page's walk-through, followed on a copy of the tree, gives a variant that works."""
+    package = tmp_path / "lagraph"
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "lagraph", package, ignore=skip)
+    for folder in ("engines", "nodes", "ops"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=skip)
+
+    def inside(name: str) -> Path:
+        return package / name.removeprefix("lagraph/")
+
+    script = ""
+    for block in blocks(ROOT / "docs" / "adding_a_variant.md"):
+        assert block.mark == "tree"
+        code = block.code.lstrip("\n")
+        if block.note.startswith("write "):
+            inside(block.note.removeprefix("write ")).write_text(code, encoding="utf-8")
+        elif block.note == "run":
+            script = code
+        else:
+            where, rest = block.note.split(maxsplit=1)
+            anchor, name = (part.strip() for part in rest.rsplit(" in ", 1))
+            path = inside(name)
+            text = path.read_text(encoding="utf-8")
+            assert text.count(anchor) == 1
+            at = text.index(anchor)
+            if where == "after":
+                at = text.index("\n", at) + 1
+            path.write_text(text[:at] + code + text[at:], encoding="utf-8")
+    check = f"import lagraph; assert lagraph.__file__.startswith({str(tmp_path)!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-c", check + script], capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "runs longhorn_eager" in done.stdout
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as mkdocs makes them."""
+    return {
+        re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in HEADING.findall(page.read_text(encoding="utf-8"))
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Relative links and images exist."""
-    broken = [
-        link for link in LINK.findall(page.read_text(encoding="utf-8"))
-        if not (page.parent / link).exists()
-    ]  # fmt: skip
-    assert not broken
+    """Relative links, images and anchors exist."""
+    for link, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), anchor
 
 
 def test_nav_has_every_page() -> None:
-    """mkdocs.yml names each page once."""
-    named = re.findall(r":\s+(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    """mkdocs.yml names each page once, and no page is left out."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r":\s+(\S+\.md)$", text, re.MULTILINE)
     assert sorted(named) == sorted(page.name for page in PAGES[1:])
+    assert "not_in_nav" not in text
 
 
 @pytest.mark.parametrize("command", [["support"], ["describe", "gdn_bwd"], ["describe", "MAMBA2"]])

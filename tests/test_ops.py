@@ -72,6 +72,14 @@ def same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.fixture
+def fresh():
+    """No plans, before and after."""
+    fake.forget()
+    yield
+    fake.forget()
+
+
 # opcheck ----------------------------------------------------------------------------------------
 
 
@@ -585,6 +593,7 @@ class Silent(fake.Engine):
         pass
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("form", ["pool", "overwrite"])
 @forwards
 def test_autograd_is_told_of_a_kernels_write(node, form, monkeypatch):
@@ -594,8 +603,6 @@ def test_autograd_is_told_of_a_kernels_write(node, form, monkeypatch):
     version = given["initial_state"]._version
     calls(node)(given, **options)
     assert given["initial_state"]._version > version
-    monkeypatch.undo()
-    fake.forget()
 
 
 def test_a_write_under_a_saved_state_is_noticed():
@@ -623,14 +630,6 @@ def test_in_place_forms_are_for_inference(node, form):
 
 
 # Plans and their keys ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh():
-    """No plans, before and after."""
-    fake.forget()
-    yield
-    fake.forget()
 
 
 def lengths(node, T, N):

@@ -320,5 +320,6 @@ class BackwardPlan(_BackPlan):
             HV=self.HV, K=self.K, V=self.V, C=config.chunk, **self.heads,
             BK=tiles.block_k, BV=tiles.block_v, GATE=self.gate_kind, ERASE_KEY=self.erase_key,
             GUARD=bool(getattr(self.problem.options, "beta_guard", False)), NORM=self.norm,
-            **self.activation, PREC=config.precision, num_warps=tiles.warps, num_stages=tiles.stages,
+            **self.activation, PREC=config.precision,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -61,6 +61,8 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     large = max(size["K"], size["V"]) > 128
     key_gate = problem.traits.gate == "key"
     small_shared = problem.arch in SMALL_SHARED
+    # There the operands of a product take registers too.
+    no_wgmma = problem.arch < 90 or problem.arch >= 120
 
     chunk = 64
     if wide and large:
@@ -89,7 +91,7 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         block_v=min(size["V"], int(knobs.get("block_v", 16 if wide else 64))),
         factor_warps=int(knobs.get("factor_warps", 8 if key_gate else 4)),
         factor_stages=int(knobs.get("factor_stages", 1 if wide else 2)),
-        scan_warps=int(knobs.get("scan_warps", 8 if wide or large else 4)),
+        scan_warps=int(knobs.get("scan_warps", 8 if wide or large or no_wgmma else 4)),
         scan_stages=int(knobs.get("scan_stages", 1 if wide else 2)),
         precision=str(knobs.get("precision", "tf32x3")),
     )

@@ -50,6 +50,9 @@ class _Plan:
 
     # Whether the factor stage multiplies the write strength into the inverse.
     fold = True
+    # Whether the plan's kernels take operands of the serial pass in two 16-bit parts: reflections
+    # (beta near 2) amplify the rounding of single ones.
+    splits = False
 
     def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
         self.problem = problem
@@ -61,13 +64,15 @@ class _Plan:
         self.key_gate = traits.gate == "key"
         self.delta = traits.delta
         self.io = problem.io_dtype
-        self.scale = float(getattr(options, "scale", None) or 1.0)
+        scale = getattr(options, "scale", None)
+        self.scale = 1.0 if scale is None else float(scale)
         self.lower = float(getattr(options, "gate_lower_bound", None) or 0.0)
         self.dt_min = float(getattr(options, "dt_min", 0.0) or 0.0)
         dt_max = getattr(options, "dt_max", None)
         self.dt_max = UNBOUNDED if dt_max is None or dt_max == inf else float(dt_max)
         self.query = "q" in problem.inputs
-        self.split = self.delta and bool(knobs.get("split", 0))
+        split = knobs.get("split", getattr(options, "allow_neg_eigval", False))
+        self.split = self.splits and self.delta and self.io.itemsize == 2 and bool(split)
         self.scratch = self._factor_scratch()
 
     # Scratch ------------------------------------------------------------------------------------
@@ -223,6 +228,8 @@ class _Plan:
 class ForwardPlan(_Plan):
     """Factors, then the serial pass with outputs: two launches."""
 
+    splits = True
+
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
         x = self.inputs(ins)
         y = dict(zip(self.problem.outputs, outs, strict=True))
@@ -240,6 +247,8 @@ class ForwardPlan(_Plan):
 
 class SummaryPlan(_Plan):
     """Factors without queries, the state's end, and the transition of the span."""
+
+    splits = True
 
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
         x = self.inputs(ins)

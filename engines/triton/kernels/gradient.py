@@ -756,10 +756,6 @@ def gradient_key_kernel(
     b_mt = tl.where(m_same, 0.0, b_mt).to(IO)
     b_x = tl.where(m_same, 0.0, b_x).to(IO)
     b_xt = tl.where(m_same, 0.0, b_xt).to(IO)
-    m_block = o_i[:, None] // 16 == o_i[None, :] // 16
-    m_diag = m_block & (o_i[:, None] > o_i[None, :])
-    m_diag_t = m_block & (o_i[:, None] < o_i[None, :])
-    b_before = tl.where(o_i[:, None] > o_i[None, :], 1.0, 0.0)  # [step, column]
 
     p_st = p_s + pid * (V * K)
     p_dst = p_ds + pid * (V * K)
@@ -791,6 +787,9 @@ def gradient_key_kernel(
         else:
             b_e = b_k * b_beta[:, None]
 
+        # Steps, in a form that keeps masks inside the loop: hoisted out, they fill all registers.
+        o_x = o_i + i_k // K
+
         # Through the states.
         b_end = tl.sum(tl.where((o_i == C - 1)[:, None], b_gc, 0.0), axis=0)
         b_up = tl.exp2(b_gc)
@@ -799,44 +798,46 @@ def gradient_key_kernel(
         b_h *= tl.exp2(b_end[None, :] - b_gc)
         b_dg = tl.cumsum(b_q * b_dq - b_e * b_f, axis=0, reverse=True)
         b_dg += (tl.exp2(b_end) * b_c)[None, :]
+        b_before = tl.where(o_x[:, None] > o_x[None, :], 1.0, 0.0)  # [step, column]
         b_dg = tl.dot(b_before, b_h * b_k, b_dg, input_precision=SUM_PREC)
 
         # Pairs of blocks, then the diagonal blocks: the levels of `factor`.
         if C >= 64:
             b_w = _pair_decay(b_gc, 32)
-            m_p = _pair_mask(o_i[:, None], o_i[None, :], 32)
-            m_b = _pair_mask(o_i[None, :], o_i[:, None], 32)
+            m_p = _pair_mask(o_x[:, None], o_x[None, :], 32)
+            m_b = _pair_mask(o_x[None, :], o_x[:, None], 32)
             b_dq, b_f, b_h, b_dg = _pair_gradients(
                 b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                o_i, 32, IO, PREC, SUM_PREC,
+                o_x, 32, IO, PREC, SUM_PREC,
             )  # fmt: skip
         if C >= 32:
             b_w = _pair_decay(b_gc, 16)
-            m_p = _pair_mask(o_i[:, None], o_i[None, :], 16)
-            m_b = _pair_mask(o_i[None, :], o_i[:, None], 16)
+            m_p = _pair_mask(o_x[:, None], o_x[None, :], 16)
+            m_b = _pair_mask(o_x[None, :], o_x[:, None], 16)
             b_dq, b_f, b_h, b_dg = _pair_gradients(
                 b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                o_i, 16, IO, PREC, SUM_PREC,
+                o_x, 16, IO, PREC, SUM_PREC,
             )  # fmt: skip
         b_d = b_gc - _pick_row(b_gc, 16, 7)
         m_near = _within_reach(b_d, REACH)
         b_row = tl.exp2(tl.minimum(tl.maximum(b_d, -REACH), REACH))
         b_col = 1.0 / b_row
-        m_p = m_diag & m_near[:, None]
-        m_b = m_diag_t & m_near[None, :]
+        m_b = o_x[:, None] // 16 == o_x[None, :] // 16
+        m_p = m_b & (o_x[:, None] > o_x[None, :]) & m_near[:, None]
+        m_b = m_b & (o_x[:, None] < o_x[None, :]) & m_near[None, :]
         b_dq, b_f, b_h, b_dg = _pair_gradients(
             b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_row, b_col, b_m, b_mt, b_x, b_xt, m_p, m_b,
-            o_i, 0, WIDE, WIDE_PREC, SUM_PREC,
+            o_x, 0, WIDE, WIDE_PREC, SUM_PREC,
         )  # fmt: skip
         if tl.min(m_near.to(tl.int32), axis=0) == 0:
             m_far = m_near == 0
             for i_b in tl.static_range(4):
                 b_w = _pair_decay(b_gc, 8 >> i_b)
-                m_p = _pair_mask(o_i[:, None], o_i[None, :], 8 >> i_b) & m_far[:, None]
-                m_b = _pair_mask(o_i[None, :], o_i[:, None], 8 >> i_b) & m_far[None, :]
+                m_p = _pair_mask(o_x[:, None], o_x[None, :], 8 >> i_b) & m_far[:, None]
+                m_b = _pair_mask(o_x[None, :], o_x[:, None], 8 >> i_b) & m_far[None, :]
                 b_dq, b_f, b_h, b_dg = _pair_gradients(
                     b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                    o_i, 8 >> i_b, IO, PREC, SUM_PREC,
+                    o_x, 8 >> i_b, IO, PREC, SUM_PREC,
                 )  # fmt: skip
         # A row and its own column: nothing decays between them.
         b_dq += b_self[:, None] * b_k
