@@ -157,20 +157,24 @@ def compiled(sample: Sample, arch: int, knobs: dict[str, int]):
     return found
 
 
-def resources(kernel, arch: int) -> dict[str, int]:
+def resources(kernel) -> dict[str, int]:
     """Registers and spilled bytes a thread, from the assembler's own report."""
-    binary = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    blackwell = binary.with_name("ptxas-blackwell")
-    if arch >= 100 and blackwell.exists():
-        binary = blackwell
-    target = re.search(r"\.target (\S+)", kernel.asm["ptx"])[1].split(",")[0]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    binaries = [path for path in (folder / "ptxas", folder / "ptxas-blackwell") if path.exists()]
+    target = re.search(r"\.target ([^\s,]+)", kernel.asm["ptx"])[1]
+    with tempfile.TemporaryDirectory() as work:
+        source = Path(work, "kernel.ptx")
         source.write_text(kernel.asm["ptx"])
-        report = subprocess.run(
-            [binary, "-v", f"--gpu-name={target}", str(source), "-o", str(Path(folder, "o"))],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+        for binary in binaries:  # the first may be too old for the PTX
+            done = subprocess.run(
+                [binary, "-v", f"--gpu-name={target}", str(source), "-o", str(Path(work, "o"))],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode == 0:
+                break
+        else:
+            raise RuntimeError(f"{target}: {done.stdout}{done.stderr}")
+    report = done.stderr
     number = {
         "registers": r"Used (\d+) registers",
         "spilled": r"(\d+) bytes spill stores",
@@ -210,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
             if words and not any(word in str(sample) for word in words):
                 continue
             for name, kernel, warps in compiled(sample, arch, knobs):
-                use = resources(kernel, arch)
+                use = resources(kernel)
                 shared = kernel.metadata.shared
                 over = use["spilled"] > args.spills or shared > SHARED.get(arch, 101376)
                 bad += over

@@ -302,10 +302,10 @@ def main() -> int:
     lines = [
         f"{cpu()}, {os.cpu_count()} cores, {THREADS} threads, fp32; Python "
         f"{platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, commit {commit}. Least of up to {repeats} runs. The ratio says "
-        "how many times faster than what it is compared with, for a backward how many times its "
-        "forward. The error is the largest against the fp64 recurrence, relative to the largest "
-        "value: ours / theirs.",
+        f"{transformers.__version__}, commit {commit}. Least of up to {repeats} runs. The ratio "
+        "says how many times faster than what it is compared with, for a backward how many "
+        "times its forward. The error is the largest against the fp64 recurrence, relative to the "
+        "largest value: ours / theirs.",
         "",
         "| what | ms | compared with | its ms | ratio | aim | error |",
         "|---|---|---|---|---|---|---|",

@@ -35,7 +35,8 @@ def run(family, direction, x, knobs=None, arch=90, **options):
     metas = [None if t is None else infer.Meta(t.shape, t.dtype) for t in ins]
     bound = infer.bind(node, metas, chosen)
     problem = replace(problem_of(node, bound, chosen, metas), device="cuda", arch=arch)
-    assert not TABLE.reasons(problem)
+    # A plan is tested here before the engine offers it.
+    assert not [why for why in TABLE.reasons(problem) if not why.startswith("does not serve")]
     outs = {
         name: torch.full(shape, float("nan"), dtype=dtype)
         for name, (shape, dtype) in bound.outputs.items()

@@ -117,9 +117,11 @@ def summary_backward(family, inputs, **options):
     """
     o = _options(options)
     x = {n: t for n, t in _widen(inputs).items() if n not in ("v", "w", "d", "z", "initial_state")}
-    start = x["dO"].new_zeros(
-        len(x["cu_seqlens"]) - 1, x["g"].shape[1], x["dO"].shape[-1], x["q"].shape[-1]
-    ).requires_grad_()
+    start = (
+        x["dO"]
+        .new_zeros(len(x["cu_seqlens"]) - 1, x["g"].shape[1], x["dO"].shape[-1], x["q"].shape[-1])
+        .requires_grad_()
+    )
     with torch.enable_grad():
         got = _forward(family, x | {"initial_state": start}, o, _io(inputs))
         end = int(x["cu_seqlens"][-1])

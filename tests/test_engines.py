@@ -217,9 +217,7 @@ def test_segments(engine, family, dtype, cut):
     x, state, outputs, first = whole.draw(), None, [], 0
     state = x["initial_state"].to(engine.device)
     for length in cut:
-        piece = {
-            name: t[first : first + length] if len(t) == 130 else t for name, t in x.items()
-        }
+        piece = {name: t[first : first + length] if len(t) == 130 else t for name, t in x.items()}
         piece |= {"initial_state": state, "cu_seqlens": offsets((length,))}
         got = run(engine, whole, "forward", piece)
         state, first = got["final_state"], first + length

@@ -987,14 +987,14 @@ WRONG_DTYPES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mix", WRONG_DTYPES)
+@pytest.mark.parametrize(
+    ("family", "mix"),
+    [(f, mix) for f in FAMILIES for mix in WRONG_DTYPES if f != "mamba2" or "beta" not in mix],
+)
 def test_b81_dtypes_that_do_not_mix(family, mix):
     """B81: a wrong dtype is a TypeError that names the tensor, what is wanted and what was got."""
     changes, names, words = WRONG_DTYPES[mix]
     x = draw(family, lengths=(5,), K=8, V=8, dtype=BF16, state=F32)
-    if not set(changes) <= set(x):
-        pytest.skip("the family has no such input")
     x |= {name: x[name].to(dtype) for name, dtype in changes.items()}
     with pytest.raises(TypeError) as raised:
         call(family, x, **extra(family))

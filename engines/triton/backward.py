@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config import SMALL_SHARED
-from .kernels.gradient import gradient_head_kernel, gradient_key_kernel
-from .kernels.reduce import fold_kernel, total_kernel
-from .kernels.reverse import reverse_kernel
-from .kernels.scan import span_decay_kernel
-from .kernels.states import states_kernel
-from .launch import ALIGN, Scratch, _Plan, _strides
+from lagraph.engines.triton.config import SMALL_SHARED
+from lagraph.engines.triton.kernels.gradient import gradient_head_kernel, gradient_key_kernel
+from lagraph.engines.triton.kernels.reduce import fold_kernel, total_kernel
+from lagraph.engines.triton.kernels.reverse import reverse_kernel
+from lagraph.engines.triton.kernels.scan import span_decay_kernel
+from lagraph.engines.triton.kernels.states import states_kernel
+from lagraph.engines.triton.launch import ALIGN, Scratch, _Plan, _strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

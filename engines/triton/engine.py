@@ -22,7 +22,7 @@ class TritonEngine:
     supports: Any = None
 
     def plan(self, problem: Problem, knobs: Mapping[str, int | str]) -> Any:
-        from . import backward, launch
+        from lagraph.engines.triton import backward, launch
 
         plans = {
             "forward": launch.ForwardPlan,

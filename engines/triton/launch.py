@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config import choose
-from .kernels.factor import factor_head_kernel, factor_key_kernel
-from .kernels.scan import scan_kernel, span_decay_kernel
+from lagraph.engines.triton.config import choose
+from lagraph.engines.triton.kernels.factor import factor_head_kernel, factor_key_kernel
+from lagraph.engines.triton.kernels.scan import scan_kernel, span_decay_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,7 +7,7 @@ from lagraph.select import SupportTable
 __all__ = ["SUPPORT"]
 
 FAMILIES = ("gdn", "kda", "gdn2", "gdp", "mamba2")
-DIRECTIONS = ("forward", "summary")
+DIRECTIONS = ("forward",)  # what has run on a GPU
 DIMS = (16, 32, 64, 128, 256)
 
 SUPPORT = SupportTable(

@@ -31,9 +31,9 @@ registers a thread, one or two stages of 2 C BK io elements in shared memory.
 import triton
 import triton.language as tl
 
-from .gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
-from .index import locate, query_rows
-from .inverse import invert_in_memory
+from lagraph.engines.triton.kernels.gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
+from lagraph.engines.triton.kernels.index import locate, query_rows
+from lagraph.engines.triton.kernels.inverse import invert_in_memory
 
 __all__ = ["factor_head_kernel", "factor_key_kernel"]
 

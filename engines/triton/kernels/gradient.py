@@ -37,10 +37,10 @@ every K-block of BK three [C, BK] accumulators over V again, and the products wi
 import triton
 import triton.language as tl
 
-from .factor import _inverse_norm, guard_rows, guarded, load_beta
-from .gate import amplitude, log2_decay, sigmoid, softplus, step_size
-from .index import locate
-from .reverse import load_dout
+from lagraph.engines.triton.kernels.factor import _inverse_norm, guard_rows, guarded, load_beta
+from lagraph.engines.triton.kernels.gate import amplitude, log2_decay, sigmoid, softplus, step_size
+from lagraph.engines.triton.kernels.index import locate
+from lagraph.engines.triton.kernels.reverse import load_dout
 
 __all__ = ["gradient_head_kernel", "gradient_key_kernel"]
 
@@ -537,7 +537,7 @@ def _pair_decay(b_gc, B: tl.constexpr):
 
 
 @triton.jit
-def _pair_mask(o_row, o_col, B: tl.constexpr):
+def _pair_mask(o_row, o_col, B):
     """Where a pairing level holds: row in an odd block of B steps, column in the block before."""
     return (o_row // B % 2 == 1) & (o_col // B == o_row // B - 1)
 
@@ -555,7 +555,7 @@ def _within_reach(b_d, REACH: tl.constexpr):
 
 
 @triton.jit
-def _level_sum(o_i, B: tl.constexpr):
+def _level_sum(o_i, B):
     """[step t, row or column] of a pairing level, as zeros and ones: the pairs that the gate of t
     decays are those of rows from t on, for t in a later block, and of columns before t in an
     earlier one."""
@@ -584,13 +584,14 @@ def _pair_gradients(
     m_pair,
     m_back,
     o_i,
-    B: tl.constexpr,
+    size,
+    DIAGONAL: tl.constexpr,
     IO: tl.constexpr,
     PREC: tl.constexpr,
     SUM_PREC: tl.constexpr,
 ):
     """Adds the pairs of one level: rows i carry b_row, columns j carry b_col, m_back is the
-    mask's transpose. Tiles [C, BK] in fp32, M and X [C, C] in io. B = 0: the diagonal blocks."""
+    mask's transpose. Tiles [C, BK] in fp32, M and X [C, C] in io. DIAGONAL: pairs in a block."""
     C: tl.constexpr = b_q.shape[0]
     BK: tl.constexpr = b_q.shape[1]
     b_m = tl.where(m_pair, b_m, 0.0).to(IO)
@@ -607,12 +608,12 @@ def _pair_gradients(
     b_s = tl.dot(b_mt, (b_q * b_row).to(IO), input_precision=PREC)
     b_s = b_col * tl.dot(b_xt, (-b_e * b_row).to(IO), b_s, input_precision=PREC)
     b_h += b_s
-    if B == 0:
+    if DIAGONAL:
         b_c = tl.reshape(b_c - b_k * b_s, [C // 16, 16, BK])
         b_dg += tl.reshape(tl.cumsum(b_c, axis=1, reverse=True), [C, BK])
     else:
         b_c += b_k * b_s
-        b_dg = tl.dot(_level_sum(o_i, B), b_c, b_dg, input_precision=SUM_PREC)
+        b_dg = tl.dot(_level_sum(o_i, size), b_c, b_dg, input_precision=SUM_PREC)
     return b_dq, b_f, b_h, b_dg
 
 
@@ -787,9 +788,6 @@ def gradient_key_kernel(
         else:
             b_e = b_k * b_beta[:, None]
 
-        # Steps, in a form that keeps masks inside the loop: hoisted out, they fill all registers.
-        o_x = o_i + i_k // K
-
         # Through the states.
         b_end = tl.sum(tl.where((o_i == C - 1)[:, None], b_gc, 0.0), axis=0)
         b_up = tl.exp2(b_gc)
@@ -798,46 +796,51 @@ def gradient_key_kernel(
         b_h *= tl.exp2(b_end[None, :] - b_gc)
         b_dg = tl.cumsum(b_q * b_dq - b_e * b_f, axis=0, reverse=True)
         b_dg += (tl.exp2(b_end) * b_c)[None, :]
-        b_before = tl.where(o_x[:, None] > o_x[None, :], 1.0, 0.0)  # [step, column]
+        b_before = tl.where(o_i[:, None] > o_i[None, :], 1.0, 0.0)  # [step, column]
         b_dg = tl.dot(b_before, b_h * b_k, b_dg, input_precision=SUM_PREC)
 
         # Pairs of blocks, then the diagonal blocks: the levels of `factor`.
         if C >= 64:
             b_w = _pair_decay(b_gc, 32)
-            m_p = _pair_mask(o_x[:, None], o_x[None, :], 32)
-            m_b = _pair_mask(o_x[None, :], o_x[:, None], 32)
+            m_p = _pair_mask(o_i[:, None], o_i[None, :], 32)
+            m_b = _pair_mask(o_i[None, :], o_i[:, None], 32)
             b_dq, b_f, b_h, b_dg = _pair_gradients(
                 b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                o_x, 32, IO, PREC, SUM_PREC,
+                o_i, 32, False, IO, PREC, SUM_PREC,
             )  # fmt: skip
         if C >= 32:
             b_w = _pair_decay(b_gc, 16)
-            m_p = _pair_mask(o_x[:, None], o_x[None, :], 16)
-            m_b = _pair_mask(o_x[None, :], o_x[:, None], 16)
+            m_p = _pair_mask(o_i[:, None], o_i[None, :], 16)
+            m_b = _pair_mask(o_i[None, :], o_i[:, None], 16)
             b_dq, b_f, b_h, b_dg = _pair_gradients(
                 b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                o_x, 16, IO, PREC, SUM_PREC,
+                o_i, 16, False, IO, PREC, SUM_PREC,
             )  # fmt: skip
         b_d = b_gc - _pick_row(b_gc, 16, 7)
         m_near = _within_reach(b_d, REACH)
         b_row = tl.exp2(tl.minimum(tl.maximum(b_d, -REACH), REACH))
         b_col = 1.0 / b_row
-        m_b = o_x[:, None] // 16 == o_x[None, :] // 16
-        m_p = m_b & (o_x[:, None] > o_x[None, :]) & m_near[:, None]
-        m_b = m_b & (o_x[:, None] < o_x[None, :]) & m_near[None, :]
+        m_b = o_i[:, None] // 16 == o_i[None, :] // 16
+        m_p = m_b & (o_i[:, None] > o_i[None, :]) & m_near[:, None]
+        m_b = m_b & (o_i[:, None] < o_i[None, :]) & m_near[None, :]
         b_dq, b_f, b_h, b_dg = _pair_gradients(
             b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_row, b_col, b_m, b_mt, b_x, b_xt, m_p, m_b,
-            o_x, 0, WIDE, WIDE_PREC, SUM_PREC,
+            o_i, 16, True, WIDE, WIDE_PREC, SUM_PREC,
         )  # fmt: skip
         if tl.min(m_near.to(tl.int32), axis=0) == 0:
             m_far = m_near == 0
-            for i_b in tl.static_range(4):
-                b_w = _pair_decay(b_gc, 8 >> i_b)
-                m_p = _pair_mask(o_x[:, None], o_x[None, :], 8 >> i_b) & m_far[:, None]
-                m_b = _pair_mask(o_x[None, :], o_x[:, None], 8 >> i_b) & m_far[None, :]
+            # One body for the four levels: unrolled, they would set the register count.
+            for i_b in range(4):
+                size = 8 >> i_b
+                o_mid = (o_i // (2 * size) * 2 + 1) * size
+                o_mid = tl.broadcast_to(o_mid[:, None], [C, BK])
+                b_w = b_gc - tl.gather(b_gc, o_mid, axis=0)
+                b_w = tl.exp2(tl.where((o_i // size % 2 == 1)[:, None], b_w, -b_w))
+                m_p = _pair_mask(o_i[:, None], o_i[None, :], size) & m_far[:, None]
+                m_b = _pair_mask(o_i[None, :], o_i[:, None], size) & m_far[None, :]
                 b_dq, b_f, b_h, b_dg = _pair_gradients(
                     b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                    o_x, 8 >> i_b, IO, PREC, SUM_PREC,
+                    o_i, size, False, IO, PREC, SUM_PREC,
                 )  # fmt: skip
         # A row and its own column: nothing decays between them.
         b_dq += b_self[:, None] * b_k

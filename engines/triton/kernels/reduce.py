@@ -11,7 +11,7 @@ head), tiles [R, D].
 import triton
 import triton.language as tl
 
-from .factor import NORM_EPS
+from lagraph.engines.triton.kernels.factor import NORM_EPS
 
 __all__ = ["fold_kernel", "total_kernel"]
 

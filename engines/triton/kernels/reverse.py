@@ -20,9 +20,9 @@ Loads of one chunk: (1 or 3) C K + CQ V + C C + CQ C io elements, staged by the 
 import triton
 import triton.language as tl
 
-from .factor import load_beta
-from .gate import sigmoid
-from .index import query_rows, sequence_span
+from lagraph.engines.triton.kernels.factor import load_beta
+from lagraph.engines.triton.kernels.gate import sigmoid
+from lagraph.engines.triton.kernels.index import query_rows, sequence_span
 
 __all__ = ["load_dout", "reverse_kernel"]
 

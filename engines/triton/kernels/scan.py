@@ -19,8 +19,8 @@ Loads of one chunk: (2 or 3) C K + C V + C C + CQ C io elements, staged by the s
 import triton
 import triton.language as tl
 
-from .gate import sigmoid
-from .index import checkpoint_base, query_rows, sequence_span
+from lagraph.engines.triton.kernels.gate import sigmoid
+from lagraph.engines.triton.kernels.index import checkpoint_base, query_rows, sequence_span
 
 __all__ = ["scan_kernel", "span_decay_kernel"]
 

@@ -14,8 +14,8 @@ Loads of one chunk: (1 or 2) C K + C V + C C io elements, staged by the software
 import triton
 import triton.language as tl
 
-from .factor import load_beta
-from .index import checkpoint_base, locate, sequence_span
+from lagraph.engines.triton.kernels.factor import load_beta
+from lagraph.engines.triton.kernels.index import checkpoint_base, locate, sequence_span
 
 __all__ = ["states_kernel"]
 
