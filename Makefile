@@ -29,6 +29,7 @@ $(VENV)/.tools: $(READY)
 
 lint: $(VENV)/.tools
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	$(BIN)/codespell
 	$(BIN)/python -m lagraph docs --check
 

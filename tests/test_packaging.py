@@ -170,10 +170,12 @@ def test_lint_bans_the_bare_folders(folder, code):
 
 
 def test_the_tested_versions_meet_the_requirements():
-    """Every requirement has a line in constraints.txt, at its lower bound or above."""
+    """Every requirement but Triton, which torch pins, has a line at its lower bound or above."""
     pinned = dict(
         re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.M)
     )
     for text in CONFIG["project"]["dependencies"]:
+        if text.startswith("triton"):
+            continue
         name, lowest = re.match(r"([\w-]+)>=([\d.]+)", text).groups()
         assert [*map(int, pinned[name].strip(".").split("."))] >= [*map(int, lowest.split("."))]
