@@ -139,7 +139,7 @@ def curve(losses: list[float], rows: int = 8) -> str:
 def main() -> None:
     """Train, show the loss, write a little."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model")
     chosen = parser.parse_args()
     steps, pieces, length = (6, 4, 64) if chosen.quick else (chosen.steps, 8, 128)
