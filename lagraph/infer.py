@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
     from lagraph.node import Node, Options, Port
 
-__all__ = ["Bound", "Meta", "bind", "check_values", "checkpoint_rows", "dim_of", "shape_text"]
+__all__ = [
+    "Bound",
+    "Meta",
+    "bind",
+    "check_offsets",
+    "check_slots",
+    "checkpoint_rows",
+    "dim_of",
+    "shape_text",
+]
 
 VALIDATE = os.environ.get("LAGRAPH_VALIDATE", "0") not in ("", "0")
 
@@ -304,23 +313,6 @@ def _outputs(
             shape = tuple(dim_of(letter, sizes) for letter in out.shape.split())
         outputs[out.name] = (shape, dtype)
     return outputs
-
-
-def check_values(
-    node: Node, tensors: Sequence[torch.Tensor | None], label: str = "", op_names: bool = False
-) -> None:
-    """Check the values of cu_seqlens and state_indices: on the CPU always, on a GPU (where it
-    synchronizes) only under LAGRAPH_VALIDATE=1."""
-    by_name = dict(zip(node.input_names, tensors, strict=True))
-    offsets = by_name["cu_seqlens"]
-    if offsets is None or not (offsets.device.type == "cpu" or VALIDATE):
-        return
-    label = label or node.name
-    tokens = by_name["g"].shape[0]  # type: ignore[union-attr]
-    check_offsets(offsets.tolist(), tokens, label)
-    indices = by_name.get("state_indices")
-    if indices is not None:
-        check_slots(indices.tolist(), by_name["initial_state"].shape[0], label)  # type: ignore[union-attr]
 
 
 def check_offsets(offsets: list[int], tokens: int, label: str) -> None:
