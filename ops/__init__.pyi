@@ -5,7 +5,61 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lagraph.ops import gdn as gdn
+from lagraph.ops import kda as kda
+from lagraph.ops.active import active_token_mask as active_token_mask
+from lagraph.ops.active import mask_inactive_token_gradients as mask_inactive_token_gradients
+from lagraph.ops.active import mask_inactive_tokens as mask_inactive_tokens
+from lagraph.ops.chunk import chunk_gdn as chunk_gdn
+from lagraph.ops.chunk import chunk_gdn2 as chunk_gdn2
+from lagraph.ops.chunk import chunk_gdp as chunk_gdp
+from lagraph.ops.chunk import chunk_kda as chunk_kda
+from lagraph.ops.chunk import chunk_mamba2 as chunk_mamba2
+from lagraph.ops.conv import ShortConvConfig as ShortConvConfig
+from lagraph.ops.conv import causal_conv1d as causal_conv1d
+from lagraph.ops.conv import causal_conv1d_decode as causal_conv1d_decode
+from lagraph.ops.conv import paged_causal_conv1d as paged_causal_conv1d
+from lagraph.ops.conv import register_activation as register_activation
+from lagraph.ops.decode import recurrent_gdn2_decode as recurrent_gdn2_decode
+from lagraph.ops.decode import recurrent_gdn_decode as recurrent_gdn_decode
+from lagraph.ops.decode import recurrent_gdp_decode as recurrent_gdp_decode
+from lagraph.ops.decode import recurrent_kda_decode as recurrent_kda_decode
+from lagraph.ops.decode import recurrent_mamba2_decode as recurrent_mamba2_decode
+from lagraph.ops.gate import bound_gate as bound_gate
+from lagraph.ops.gate import gate_transform as gate_transform
+from lagraph.ops.kinds import GateTransform as GateTransform
+from lagraph.ops.kinds import Impl as Impl
+from lagraph.ops.kinds import KernelOptions as KernelOptions
+from lagraph.ops.kinds import ReplayState as ReplayState
+from lagraph.ops.kinds import SplitOptions as SplitOptions
+from lagraph.ops.paged import paged_chunk_gdn as paged_chunk_gdn
+from lagraph.ops.paged import paged_chunk_gdn2 as paged_chunk_gdn2
+from lagraph.ops.paged import paged_chunk_gdp as paged_chunk_gdp
+from lagraph.ops.paged import paged_chunk_kda as paged_chunk_kda
+from lagraph.ops.paged import paged_chunk_mamba2 as paged_chunk_mamba2
+from lagraph.ops.recurrent import recurrent_gdn as recurrent_gdn
+from lagraph.ops.recurrent import recurrent_gdn2 as recurrent_gdn2
+from lagraph.ops.recurrent import recurrent_gdp as recurrent_gdp
+from lagraph.ops.recurrent import recurrent_kda as recurrent_kda
+from lagraph.ops.recurrent import recurrent_mamba2 as recurrent_mamba2
+
 __all__ = [
+    "GateTransform",
+    "Impl",
+    "KernelOptions",
+    "ReplayState",
+    "ShortConvConfig",
+    "SplitOptions",
+    "active_token_mask",
+    "bound_gate",
+    "causal_conv1d",
+    "causal_conv1d_decode",
+    "chunk_gdn",
+    "chunk_gdn2",
+    "chunk_gdp",
+    "chunk_kda",
+    "chunk_mamba2",
+    "gate_transform",
     "gated_delta_net",
     "gated_delta_net_summary",
     "gated_delta_net_summary_bwd",
@@ -21,6 +75,25 @@ __all__ = [
     "mamba2",
     "mamba2_summary",
     "mamba2_summary_bwd",
+    "mask_inactive_token_gradients",
+    "mask_inactive_tokens",
+    "paged_causal_conv1d",
+    "paged_chunk_gdn",
+    "paged_chunk_gdn2",
+    "paged_chunk_gdp",
+    "paged_chunk_kda",
+    "paged_chunk_mamba2",
+    "recurrent_gdn",
+    "recurrent_gdn2",
+    "recurrent_gdn2_decode",
+    "recurrent_gdn_decode",
+    "recurrent_gdp",
+    "recurrent_gdp_decode",
+    "recurrent_kda",
+    "recurrent_kda_decode",
+    "recurrent_mamba2",
+    "recurrent_mamba2_decode",
+    "register_activation",
 ]
 
 def gated_delta_net(

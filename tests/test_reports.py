@@ -16,9 +16,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import batch
 import oracle
 import pytest
 import torch
+from batch import IMPL
 from call import MAMBA2, OPS, arguments, call, gradients, op
 from cases import BF16, ENGINES, F16, F32, F64, Case
 from draw import P, draw, l2, offsets
@@ -28,20 +30,13 @@ from tolerance import check, check_bitwise, relative_error, same_shape_and_finit
 
 import lagraph
 import lagraph.ops
+from lagraph import ops
 from lagraph.errors import InvalidNode, NotSupported
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 # Functions that reports ask for and that do not exist yet -> the reports
 LATER = {
-    "chunk_gdn": "B13 B23 B25 B27 B43 B75 B77 B81 B113 B117",
-    "chunk_kda": "B25 B113 B117",
-    "recurrent_gdn": "B23 B25 B29 B31 B57 B59 B63 B83 B85",
-    "recurrent_gdn_decode": "B09 B21 B57 B59",
-    "paged_chunk_gdn": "B57 B59",
-    "gate_transform": "B07 B09 B11 B69",
-    "causal_conv1d": "A6 B45 B49 B51 B53 B69 B75",
-    "causal_conv1d_decode": "B55 B59 B83 B85",
     "ContextParallelPlan": "B71",
 }
 
@@ -76,8 +71,8 @@ def test_later(function):
 
 
 def test_every_report_has_a_test():
-    """All 60 reports are tested here or wait in LATER."""
-    text = Path(__file__).read_text()
+    """All 60 reports are tested in a file of this folder or wait in LATER."""
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     here = {name.upper() for name in re.findall(r"def test_(b\d+)_", text)}
     waiting = set(" ".join(LATER.values()).split())
     assert {f"B{number:02d}" for number in range(1, 120, 2)} <= here | waiting
@@ -1363,6 +1358,463 @@ def test_b119_gdn2_collapses(engine):
     want = {name: t.double().cpu() for name, t in run(engine, "gdn", scalar).items()}
     check(run(engine, "kda", per_key), want, BF16)
     check(run(engine, "gdn2", gdn2), want, BF16)
+
+
+# The batch-first functions, gates and masks -----------------------------------------------------
+
+
+def surface(*rows, pools=False):
+    """Engines that the functions name, with rows; for pools, those that the device chooses."""
+    names = ("eager-cpu", "triton-cuda") if pools else ("eager-cpu", "eager-cuda", "triton-cuda")
+    if not rows:
+        return [param(engine) for engine in ENGINES if engine.id in names]
+    return [row for row in grid(*rows) if row.values[0].id in names]
+
+
+on_every_impl = pytest.mark.parametrize("engine", surface())
+on_every_pool = pytest.mark.parametrize(
+    ("engine", "kind"), surface(*((k, k) for k in ("recurrent", "paged_chunk")), pools=True)
+)
+
+
+def impl(engine):
+    return {"impl": IMPL[engine.name]}
+
+
+def through_pool(kind, family, x, pool, slots, scale=None, **options):
+    """The output of recurrent_* or paged_chunk_* over a pool, packed."""
+    given = batch.tokens(family, x) | options
+    if not (kind == "paged_chunk" and family == "kda"):
+        given["scale"] = scale
+    name = "state_cache" if kind == "paged_chunk" else "initial_state"
+    slots = torch.tensor(slots, dtype=torch.int32, device=pool.device)
+    got = batch.function(kind, family)(**given, **{name: pool}, state_indices=slots)
+    return (got if kind == "paged_chunk" else got[0])[0]
+
+
+@on_every_impl
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=short)
+def test_b13_gradients_of_chunk_gdn(engine, size, dtype):
+    """B13: chunk_gdn's five gradients, for both widths of the key tile."""
+    x = r1(128, size, size, dtype=dtype)
+    x["d_final_state"] = torch.zeros(1, 1, size, size)
+    got = batch.gradients("chunk", "gdn", to(engine.device, x), **impl(engine))
+    check(got, oracle.backward("gdn", x), dtype)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"), surface(("chunk", "chunk"), ("recurrent", "recurrent"))
+)
+@pytest.mark.parametrize("K", [96, 160, 192, 48])
+def test_b23_odd_key_dims_of_functions(engine, kind, K):
+    """B23: right, or refused by name; on a CPU always right."""
+    x = r1(128, K, 128)
+    placed = to(engine.device, x)
+    got, refusal = attempt(
+        lambda: batch.call(kind, "gdn", placed, output_final_state=True, **impl(engine))
+    )
+    if refusal:
+        assert engine.name != "eager"
+        assert f"K={K}" in refusal
+        return
+    check(got, oracle.forward("gdn", x), BF16, names=("O", "final_state"))
+
+
+@pytest.mark.parametrize(("engine", "family"), surface(("gdn", "gdn"), ("kda", "kda")))
+@pytest.mark.parametrize("T", [1, 2, 7, 8, 15, 16, 17])
+def test_b25_short_batches(engine, family, T):
+    """B25: chunk and recurrent functions agree on sequences shorter than a tile."""
+    x = r1(T, family=family)
+    x["d_final_state"] = torch.zeros(1, 1, 128, 128)
+    placed = to(engine.device, x)
+    got = batch.gradients("chunk", family, placed, **impl(engine))
+    check(got, oracle.backward(family, x), BF16)
+    with torch.no_grad():
+        step = batch.call("recurrent", family, placed, output_final_state=True, **impl(engine))
+    want = oracle.forward(family, x)
+    for outputs in (got, step):
+        check(outputs, want, BF16, names=("O", "final_state"))
+
+
+@on_every_impl
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
+def test_b27_chunk_gdn_whole_and_in_pieces(engine, size, dtype):
+    """B27: chunk_gdn in two pieces, with the carried state, is chunk_gdn in one."""
+    x = to(engine.device, r1(256, size, size, dtype=dtype))
+    options = impl(engine) | {"output_final_state": True}
+    whole = batch.call("chunk", "gdn", x, 1, **options)
+    want = {name: t.double().cpu() for name, t in whole.items()}
+    for first in (128, 100, 1, 255):
+        state, outputs = None, []
+        for rows in (slice(0, first), slice(first, 256)):
+            part = {name: t[rows] for name, t in x.items() if name != "cu_seqlens"}
+            got = batch.call("chunk", "gdn", part | {"initial_state": state}, 1, **options)
+            state = got["final_state"]
+            outputs.append(got["O"])
+        check({"O": torch.cat(outputs), "final_state": state}, want, dtype)
+
+
+@on_every_impl
+def test_b29_final_states_of_recurrent_gdn(engine):
+    """B29: one row for each sequence, and initial_state as it was."""
+    x = draw("gdn", lengths=(4, 4), K=16, V=8, dtype=F16, d_final_state=False)
+    x["initial_state"] = torch.ones(2, 2, 8, 16)
+    placed = to(engine.device, x)
+    got, refusal = attempt(
+        lambda: batch.call("recurrent", "gdn", placed, 2, output_final_state=True, **impl(engine))
+    )
+    if refusal:
+        assert engine.name != "eager"
+        assert "V=8" in refusal
+        return
+    assert got["final_state"].shape == (2, 2, 8, 16)
+    check(got, oracle.forward("gdn", x), F16, names=("O", "final_state"))
+    assert (placed["initial_state"] == 1.0).all()
+
+
+@on_every_impl
+def test_b31_permuted_state_of_recurrent_gdn(engine):
+    """B31: a permuted state is read by its strides, or refused by name."""
+    x = draw("gdn", lengths=(2,), H=1, HV=2, K=80, V=96, dtype=F32, d_final_state=False)
+    storage = P((2, 1, 96, 80), 6, F32).to(engine.device)
+    x["initial_state"] = storage.permute(1, 0, 2, 3)
+    want = oracle.forward("gdn", to("cpu", x))
+    got, refusal = attempt(
+        lambda: batch.call("recurrent", "gdn", to(engine.device, x), output_final_state=True,
+                           **impl(engine))
+    )  # fmt: skip
+    if refusal:
+        assert engine.name != "eager"
+        assert re.search(r"initial_state|K=80", refusal)
+        return
+    check(got, want, F32, engine.device, names=("O", "final_state"))
+
+
+@on_every_impl
+def test_b43_chunk_gdn_whose_offsets_stop_early(engine):
+    """B43: 14 rows of NaN past the end of [0, 1, 2, 3] are not read."""
+    x = draw("gdn", lengths=(1, 1, 1), tail=14, H=1, K=128, V=128, dtype=BF16)
+    want = oracle.forward("gdn", x)
+    placed = to(engine.device, x)
+    for kind in ("chunk", "recurrent"):
+        got = batch.call(kind, "gdn", placed, output_final_state=True, **impl(engine))
+        got["O"] = got["O"][:3]
+        check(got, want | {"O": want["O"][:3]}, BF16, names=got)
+
+
+@on_every_pool
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_b57_padding_of_functions_is_no_slot(engine, kind, family):
+    """B57: index -1 is no slot of the pool; neither is 0 here."""
+    x = to(engine.device, one_hot(family, 3, lengths=(1, 1, 1)))
+    pool = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 128, 128).contiguous()
+    before = pool.clone()
+    pool = pool.to(engine.device)
+    scale = None if (kind, family) == ("paged_chunk", "kda") else 1.0
+    o = through_pool(kind, family, x, pool, [4, -1, 0], scale)
+    near(pool[4, 0, :, 0], torch.full((128,), 2.5, dtype=F64), 1e-6)
+    assert (pool[4, 0, :, 1:] == 4.0).all()
+    near(o[0], torch.full((1, 128), 2.5 * (1.0 if scale else 128**-0.5), dtype=F64), 5e-3)
+    assert not o[1:].any()
+    assert torch.equal(pool[:4].cpu(), before[:4])
+
+
+@on_every_pool
+@pytest.mark.parametrize("count", [1, 2, 4, 33])
+def test_b59_padding_of_functions_gives_zeros(engine, kind, count):
+    """B59: rows of padding are exactly zero, whatever the output's memory held."""
+    x = to(engine.device, one_hot("gdn", count, lengths=(1,) * count))
+    slots = [-1] * count
+    slots[1::3] = range(1, len(slots[1::3]) + 1)
+    pool = torch.ones(40, 1, 128, 128, device=engine.device)
+    o = through_pool(kind, "gdn", x, pool, slots, 1.0)
+    live = torch.tensor(slots) > 0
+    assert not o.cpu()[~live].any()
+    assert (o.cpu()[live] == 1.0).all()
+
+
+@on_every_pool
+def test_b63_pools_of_functions_with_gaps(engine, kind):
+    """B63: slots may lie apart, and the gaps keep their NaN; rows that are not dense raise."""
+    x = to(engine.device, draw("gdn", lengths=(3, 4), H=2, K=64, V=64, dtype=BF16))
+    dense = P((4, 2, 64, 64), 6, F32).to(engine.device)
+    packed = dense.clone()
+    want = through_pool(kind, "gdn", x, packed, [3, 1])
+    wide = torch.full((4, 2 * 2 * 64 * 64), float("nan"), device=engine.device)
+    double = torch.full((8, 2, 64, 64), float("nan"), device=engine.device)
+    for store, pool in (
+        (wide, wide[:, : 2 * 64 * 64].view(4, 2, 64, 64)),
+        (double, double[::2]),
+    ):
+        pool.copy_(dense)
+        gaps = torch.isnan(store)
+        assert torch.equal(through_pool(kind, "gdn", x, pool, [3, 1]), want)
+        assert torch.equal(pool, packed)
+        assert torch.equal(torch.isnan(store), gaps)
+    with pytest.raises(ValueError, match="dense"):
+        through_pool(kind, "gdn", x, dense.mT.contiguous().mT, [3, 1])
+
+
+@on_every_impl
+def test_b75_chunk_gdn_at_changing_lengths(engine):
+    """B75: one compiled function, right at every length, with few compilations."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(x):
+        return ops.chunk_gdn(**x, **impl(engine))[0] * 1.0
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for L in (20, 30, 40, 1, 64):
+        x = draw("gdn", lengths=(L, L), H=1, K=64, V=64, dtype=BF16)
+        given = batch.tokens("gdn", to(engine.device, x), 2)
+        with torch.no_grad():
+            assert torch.equal(compiled(given), step(given)), L
+    assert counter.frame_count <= 3
+    torch._dynamo.reset()
+
+
+def weighted(x, seed=7):
+    """The sum of x with the fixed pattern, in x's own dtype: gradients stay the views they are."""
+    return (x * P(x.shape, seed, x.dtype).to(x.device)).sum()
+
+
+BATCH_LOSSES = {
+    "concatenation": lambda o, o2, s: weighted(torch.cat([o, o2], dim=1)) + s.sum(),
+    "transposition": lambda o, o2, s: weighted(o.transpose(1, 2)) + o2.sum() + s.sum(),
+    "every other token": lambda o, o2, s: weighted(o[:, ::2]) + o2.mean(0).sum() + s.sum(),
+    "transposed state": lambda o, o2, s: weighted(s.mT) + weighted(o * o2),
+}
+
+
+@on_every_impl
+@pytest.mark.parametrize("loss", BATCH_LOSSES)
+def test_b77_gradients_of_a_batch_that_are_views(engine, loss):
+    """B77: a batch of two, whose gradients arrive as views of something else."""
+    x = to(engine.device, draw("gdn", lengths=(20, 20), K=64, V=64, dtype=F32, state=F32))
+    given = batch.tokens("gdn", x, 2) | {"initial_state": x["initial_state"]}
+    results, views = [], []
+    for contiguous in (False, True):
+        leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+        o, s = ops.chunk_gdn(**leaves, output_final_state=True, **impl(engine))
+        o2, _ = ops.chunk_gdn(**leaves, scale=0.3, **impl(engine))
+        for t in (o, o2, s):
+            if contiguous:
+                t.register_hook(lambda g: g.contiguous())
+            else:
+                t.register_hook(lambda g: views.append(not g.is_contiguous()))
+        results.append(torch.autograd.grad(BATCH_LOSSES[loss](o, o2, s), list(leaves.values())))
+    assert any(views), "no gradient was a view"
+    for name, a, b in zip(given, *results, strict=True):
+        same_shape_and_finite(name, a, b)
+        assert relative_error(a, b) <= 1e-6, name
+
+
+FUNCTION_DTYPES = {
+    "q fp32 among bf16": ({"q": F32}, ("k", "q"), ("float32", "bfloat16")),
+    "v fp16 among bf16": ({"v": F16}, ("v",), ("float16", "bfloat16")),
+    "initial_state fp64": ({"initial_state": F64}, ("initial_state",), ("float32", "float64")),
+    "beta int": ({"beta": torch.int32}, ("beta",), ("int32",)),
+    "gate int": ({"gate": torch.int64}, ("gate",), ("int64",)),
+}
+
+
+@pytest.mark.parametrize("kind", ["chunk", "recurrent"])
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+@pytest.mark.parametrize("mix", FUNCTION_DTYPES)
+def test_b81_dtypes_that_do_not_mix_in_functions(kind, family, mix):
+    """B81: a TypeError that names the function, the tensor, what is wanted and what was got."""
+    changes, names, words = FUNCTION_DTYPES[mix]
+    x = draw(family, lengths=(5, 5), K=8, V=8, dtype=BF16, state=F32)
+    given = batch.tokens(family, x, 2) | {"initial_state": x["initial_state"]}
+    given |= {name: given[name].to(dtype) for name, dtype in changes.items()}
+    with pytest.raises(TypeError) as raised:
+        batch.function(kind, family)(**given)
+    text = str(raised.value)
+    assert any(text.startswith(f"{kind}_{family}.{name}:") for name in names), text
+    assert all(word in text for word in words), text
+
+
+@on_every_impl
+def test_b81_dtypes_that_do_mix_in_functions(engine):
+    """B81: bf16 strengths and fp16 gates beside bf16 tokens, and an fp32 gradient of a bf16 o."""
+    case = Case("gdn", "", lengths=(9, 9), K=64, V=64, dtype=BF16, gate_dtype=F16,
+                beta_dtype=F16)  # fmt: skip
+    x = to(engine.device, case.draw())
+    got = batch.gradients("chunk", "gdn", x, 2, **impl(engine))
+    check(got, case.truth("backward"), BF16)
+    wide = batch.tokens("gdn", x, 2)
+    wide["q"] = wide["q"].requires_grad_()
+    o, _ = ops.chunk_gdn(**wide, initial_state=x["initial_state"], **impl(engine))
+    (dq,) = torch.autograd.grad(o.float(), wide["q"], x["dO"].float().view(o.shape))
+    assert dq.dtype == BF16
+
+
+@on_every_pool
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_b83_pools_of_functions_that_are_views(engine, kind, compiled):
+    """B83: two writes in a row into a pool that is a view reach its base, compiled or not."""
+    x = to(engine.device, draw("gdn", lengths=(1, 1), H=1, K=64, V=64, dtype=BF16))
+    index = torch.tensor([2, 1], dtype=torch.int32, device=engine.device)
+    keep = torch.tensor([True, False], device=engine.device)
+    given = batch.tokens("gdn", x)
+    name = "state_cache" if kind == "paged_chunk" else "initial_state"
+
+    def twice(big):
+        pool = big[0].view(4, 1, 64, 64)
+        run = batch.function(kind, "gdn")
+        first = run(**given, **{name: pool}, state_indices=index, has_initial_state=keep)
+        return first, run(**given, **{name: pool}, state_indices=index)
+
+    start = P((2, 4 * 64 * 64), 6, F32).to(engine.device)
+    want = start.clone()
+    outputs = twice(want)
+    assert torch.equal(want[1], start[1])
+    assert not torch.equal(want[0], start[0])
+    if compiled:
+        torch._dynamo.reset()
+        got = start.clone()
+        again = torch.compile(twice, backend="aot_eager", fullgraph=True)(got)
+        assert torch.equal(got, want)
+        for a, b in zip(again, outputs, strict=True):
+            a, b = (t if kind == "paged_chunk" else t[0] for t in (a, b))
+            assert torch.equal(a, b)
+        torch._dynamo.reset()
+
+
+@on_every_pool
+@pytest.mark.parametrize("inside", [True, False], ids=["pool made inside", "pool made outside"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_b85_functions_in_inference_mode(engine, kind, inside, compiled):
+    """B85: pools are written under inference_mode, wherever they were made, compiled or not."""
+    x = draw("gdn", lengths=(1, 1), H=1, K=64, V=64, dtype=BF16)
+    start = P((4, 1, 64, 64), 6, F32)
+    want = oracle.forward("gdn", x | {"initial_state": start,
+                                      "state_indices": torch.tensor([2, 1])})  # fmt: skip
+    outside = start.to(engine.device)
+    index = torch.tensor([2, 1], dtype=torch.int32, device=engine.device)
+    name = "state_cache" if kind == "paged_chunk" else "initial_state"
+
+    def step(given, pool):
+        return batch.function(kind, "gdn")(**given, **{name: pool}, state_indices=index)
+
+    torch._dynamo.reset()
+    run = torch.compile(step, backend="aot_eager") if compiled else step
+    with torch.inference_mode():
+        pool = outside.clone() if inside else outside
+        o = run(batch.tokens("gdn", to(engine.device, x)), pool)
+    o = (o if kind == "paged_chunk" else o[0])[0]
+    check({"O": o, "final_state": pool}, want, BF16, names=("O", "final_state"))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("engine", "family"), surface(("gdn", "gdn"), ("kda", "kda")))
+@pytest.mark.parametrize("copies", [4, 8])
+def test_b113_a_sample_in_a_batch(engine, family, copies):
+    """B113: copies of a sample give equal rows, dense and packed, and those of it alone (LO)."""
+    x = draw(family, lengths=(256,), H=1, K=64, V=64, dtype=BF16, d_final_state=False)
+    x = to(engine.device, x)
+    alone = batch.call("chunk", family, x, 1, **impl(engine))["O"]
+    many = {n: t.repeat(copies, *[1] * (t.dim() - 1)) for n, t in x.items() if n != "cu_seqlens"}
+    many["cu_seqlens"] = offsets((256,) * copies).to(engine.device)
+    for lead in (copies, None):
+        rows = batch.call("chunk", family, many, lead, **impl(engine))["O"].view(copies, 256, 1, 64)
+        assert (rows == rows[:1]).all()
+        check({"O": rows[0]}, {"O": alone.double().cpu()}, BF16)
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_b117_functions_have_no_chunk_size(family):
+    """B117: a chunk size cannot differ between directions: the functions do not take one."""
+    x = batch.tokens(family, draw(family, lengths=(100,), K=8, V=8, dtype=F32), 1)
+    with pytest.raises(TypeError, match="chunk_size"):
+        batch.function("chunk", family)(**x, chunk_size=32)
+
+
+on_every_gate = pytest.mark.parametrize("engine", surface())
+
+
+def gate_of(engine, raw, a_log, kind, lower_bound=None, dtype=F32):
+    """gate_transform of one head, and gradients of its sum."""
+    given = [torch.tensor(raw, dtype=dtype).view(1, -1, 1), torch.tensor([a_log]), torch.zeros(1)]
+    given = [t.to(engine.device).requires_grad_() for t in given]
+    out = ops.gate_transform(*given, kind=kind, lower_bound=lower_bound, **impl(engine))
+    grads = torch.autograd.grad(out, given, torch.ones_like(out))
+    return out.flatten().cpu(), *(g.flatten().cpu() for g in grads)
+
+
+@on_every_gate
+def test_b07_saturated_bounded_gates(engine):
+    """B07: a saturated slope is 0, whatever exp(A_log) it meets; never NaN."""
+    raw = [10.0, -10.0, 0.0, 1e-30]
+    out, d_raw, d_alog, d_bias = gate_of(engine, raw, 50.0, "bounded", -5.0)
+    assert out.tolist() == [-5.0, 0.0, -2.5, -2.5]
+    assert d_raw[:2].tolist() == [0.0, 0.0]
+    near(d_raw[2], -1.25 * math.exp(50.0), 1e-4)
+    assert torch.isfinite(torch.cat([d_alog, d_bias])).all()
+    out, d_raw, d_alog, d_bias = gate_of(engine, raw, 100.0, "bounded", -5.0)
+    assert out.tolist() == [-5.0, 0.0, -2.5, -5.0]
+    assert d_raw[:2].tolist() == [0.0, 0.0]
+    assert not torch.isnan(torch.cat([d_raw, d_alog, d_bias])).any()
+    assert d_raw[2] < -1e30
+    assert torch.isfinite(d_alog).all()
+    assert gate_of(engine, [0.0], 100.0, "bounded", -5.0)[2].item() == 0.0
+
+
+@on_every_gate
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=short)
+def test_b09_softplus_on_both_sides(engine, dtype):
+    """B09: softplus far on either side, values and slopes, with no inf * 0."""
+    out, d_raw, d_alog, d_bias = gate_of(engine, [100.0, 1000.0, 20.0, -200.0], 0.0, "softplus",
+                                         dtype=dtype)  # fmt: skip
+    near(out, [-100.0, -1000.0, -20.000000002, 0.0], 1e-6)
+    assert out[3].item() == 0.0
+    near(d_raw, [-1.0, -1.0, -1.0, 0.0], 1e-6)
+    assert d_raw[3].item() == 0.0
+    near(d_alog, [-1120.0], 1e-6)
+    near(d_bias, [-3.0], 1e-6)
+
+
+@on_every_gate
+def test_b11_parameters_in_16_bits(engine):
+    """B11: a bf16 A_log is widened before the exponential; so is dt_bias."""
+    a_log = math.log(3.3)
+    for dtype, want in ((F32, -2.28738570), (BF16, -2.29056744)):
+        params = [torch.tensor([t], dtype=dtype, device=engine.device) for t in (a_log, 0.0)]
+        raw = torch.zeros(1, 1, 1, device=engine.device)
+        out = ops.gate_transform(raw, *params, kind="softplus", **impl(engine))
+        near(out.flatten(), [want], 1e-6)
+    bias = torch.tensor([a_log], dtype=BF16, device=engine.device)
+    out = ops.gate_transform(raw, torch.zeros(1, device=engine.device), bias, kind="softplus",
+                             **impl(engine))  # fmt: skip
+    near(out.flatten(), [-math.log1p(math.exp(bias.item()))], 1e-6)
+
+
+@on_every_gate
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [65536, 65537, 262141])
+@pytest.mark.parametrize("kind", ["softplus", "bounded"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
+def test_b69_more_gates_than_a_grid(engine, rows, kind, per_channel):
+    """B69: the last row is the first, and parameter gradients count every row."""
+    shape = (2, 3) if per_channel else (2,)
+    given = [torch.full((1, rows, *shape), 0.5), torch.full((2,), 0.3), torch.full(shape, 0.1)]
+    given = [t.to(engine.device).requires_grad_() for t in given]
+    floor = -5.0 if kind == "bounded" else None
+    out = ops.gate_transform(*given, kind=kind, lower_bound=floor, **impl(engine))
+    assert (out == out[:, :1]).all()
+    d_raw, d_alog, d_bias = torch.autograd.grad(out.sum(), given)
+    assert (d_raw == d_raw[:, :1]).all()
+    near(d_bias, d_raw[0, 0].double().cpu() * rows, 1e-5)
+    one = [t[:, :1] if t.dim() > 2 or t.shape[0] == 1 else t for t in given]
+    small = ops.gate_transform(*one, kind=kind, lower_bound=floor, **impl(engine))
+    (alone,) = torch.autograd.grad(small.sum(), given[1])
+    near(d_alog, alone.double().cpu() * rows, 1e-5)
 
 
 def test_names_are_known():

@@ -1,0 +1,473 @@
+"""The recurrence token by token: a scan over sequences, and one token for a batch of them.
+
+The state slice S [BV, BK] of one head is in fp32 registers. With k the key, e what is erased along
+(k, or b . k where the erase strength has key channels) and a the decay, one update is
+
+    S' = S diag(a)      u = beta (v - S' e)  or  w . v - S' e  or  dt v      S = S' + u k^T
+    o  = scale S q = scale (S' q + (k . q) u)
+
+so that the reductions S' e and S' q read the same tile and wait for nothing. Several updates a
+token (NS) decay before the first of them and read after the last.
+
+`recurrent_kernel`: one program per (sequence, head, V-slice), whose loop loads the next update's
+rows while it works on this one. Small slices in one warp: no barrier, many programs.
+
+`decode_kernel`: one token of each sequence, from packed post-convolution QKV, raw gates and
+strengths: normalizes, activates, updates a pool row in place and writes the output. One program per
+(sequence, head, V-slice); every load is under way before the first is waited for, but those of the
+state wait for the pool index. Traffic is the state, read and written once; a tile has BV BK
+elements, 16 bytes a load.
+
+Pool rows are dense [HO, V, K]; the stride between rows is free. A row number below PAD, or past the
+pool, is padding: zero output, nothing read or written. Without the has flag a row is not read.
+"""
+
+# ruff: noqa: RUF005 (kernels have no unpacking)
+
+import triton
+import triton.language as tl
+
+from lagraph.engines.triton.kernels.factor import NORM_EPS
+from lagraph.engines.triton.kernels.gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
+
+__all__ = ["decode_kernel", "recurrent_kernel"]
+
+
+@triton.jit
+def _unit(b_x, NORM: tl.constexpr):
+    if NORM:
+        b_x *= tl.rsqrt(tl.sum(b_x * b_x) + NORM_EPS)
+    return b_x
+
+
+@triton.jit
+def _strength(b_x, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
+    if SIGMOID:
+        b_x = sigmoid(b_x)
+        if DOUBLE:
+            b_x = 2.0 * b_x
+    return b_x
+
+
+@triton.jit
+def _spread(b_b, b_p, b_a0, b_c2):
+    """Spread of a row of erase strengths, the largest that is safe, its mean's moments."""
+    b_a1 = tl.sum(b_b * b_p)
+    b_a2 = tl.sum(b_b * b_b * b_p)
+    b_r = tl.maximum(b_a0 * b_a2 - b_a1 * b_a1, 0.0)
+    b_d = 1.0 - b_a1
+    b_lim = tl.maximum((b_c2 - 1.0) * (1.0 - b_d * b_d / b_c2), 0.0)
+    return b_r, b_lim, b_a1, b_a0 * b_a2 + b_a1 * b_a1
+
+
+@triton.jit
+def _guard(b_b, b_k, b_g, m_k, IO: tl.constexpr):
+    """GDN-2's beta_guard on one row [BK]; b_g are log2 decays."""
+    b_p = b_k * b_k
+    b_top = tl.max(tl.where(m_k, b_g, -float("inf")))
+    b_c2 = tl.exp2(-2.0 * b_top)
+    b_a0 = tl.sum(b_p)
+    b_r, b_lim, b_a1, _ = _spread(b_b, b_p, b_a0, b_c2)
+    act = (b_a0 > 1e-20) & (b_r > b_lim)
+    b_mean = b_a1 / tl.maximum(b_a0, 1e-20)
+    b_eta = tl.minimum(tl.sqrt((1.0 - 1.0 / 32.0) * b_lim / tl.maximum(b_r, 1e-30)), 1.0)
+    b_new = b_mean + b_eta * (b_b - b_mean)
+    if tl.float32 != IO:
+        EPS4: tl.constexpr = 0.00390625 if tl.float16 == IO else 0.03125
+        b_new = b_new.to(IO).to(tl.float32)
+        b_r, b_lim, b_a1, b_size = _spread(b_new, b_p, b_a0, b_c2)
+        b_new = tl.where(b_r > b_lim + EPS4 * b_size, b_a1 / tl.maximum(b_a0, 1e-20), b_new)
+    return tl.where(act, b_new, b_b)
+
+
+@triton.jit
+def _log2_gate(b_x, amp, lower, b_bias, KIND: tl.constexpr):
+    """log2 of the decay from a gate as it was passed, biased only where the kind has a bias."""
+    return log2_decay(b_x + b_bias, amp, lower, KIND)
+
+
+@triton.jit
+def _update(
+    b_s, b_q, b_k, b_v, b_a, b_beta, b_w, DELTA: tl.constexpr, KEY_GATE: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+):  # fmt: skip
+    """The next state [BV, BK] and its reading S q [BV]. b_beta is dt without the delta rule."""
+    b_s = b_s * (b_a[None, :] if KEY_GATE else b_a)
+    b_o = tl.sum(b_s * b_q[None, :], axis=1)
+    if DELTA:
+        if ERASE_KEY:
+            b_u = b_w * b_v - tl.sum(b_s * (b_beta * b_k)[None, :], axis=1)
+        else:
+            b_u = b_beta * (b_v - tl.sum(b_s * b_k[None, :], axis=1))
+    else:
+        b_u = b_beta * b_v
+    b_o += tl.sum(b_k * b_q) * b_u
+    return b_s + b_u[:, None] * b_k[None, :], b_o
+
+
+@triton.jit
+def _vector(p_x, o_x, m_x):
+    return tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _only(o_x, m, SIZE: tl.constexpr):
+    """The elements, where the scalar m holds."""
+    return o_x < tl.where(m, SIZE, 0)
+
+
+@triton.jit
+def _rows_of_step(
+    p_q, p_k, p_v, p_g, p_beta, i_s, s_qt, s_kt, s_ks, s_vt, s_vs, s_gt, s_bt, s_bs, o_k, o_v,
+    K: tl.constexpr, V: tl.constexpr, NS: tl.constexpr, KEY_GATE: tl.constexpr,
+    ERASE_KEY: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Loads of update i_s of a sequence: q, k [BK], v [BV], g and beta, scalar or [BK]."""
+    i_t = i_s // NS
+    i_u = i_s % NS
+    m_k = o_k < K
+    b_q = _vector(p_q, i_t * s_qt + o_k, m_k)
+    b_k = _vector(p_k, i_t * s_kt + i_u * s_ks + o_k, m_k)
+    b_v = _vector(p_v, i_t * s_vt + i_u * s_vs + o_v, o_v < V)
+    if KEY_GATE:
+        b_g = _vector(p_g, i_t * s_gt + o_k, m_k)
+    else:
+        b_g = tl.load(p_g + i_t * s_gt).to(tl.float32)
+    if ERASE_KEY:
+        b_b = _vector(p_beta, i_t * s_bt + i_u * s_bs + o_k, m_k)
+    elif DELTA:
+        b_b = tl.load(p_beta + i_t * s_bt + i_u * s_bs).to(tl.float32)
+    else:
+        b_b = b_g
+    return b_q, b_k, b_v, b_g, b_b
+
+
+@triton.jit(
+    do_not_specialize=["N", "T", "P"],
+    do_not_specialize_on_alignment=["p_cu", "p_index", "p_has"],
+)
+def recurrent_kernel(
+    p_q,
+    p_k,
+    p_v,
+    p_g,
+    p_beta,
+    p_w,
+    p_a,
+    p_d,
+    p_z,
+    p_alog,
+    p_bias,
+    p_cu,
+    p_h0,
+    p_index,
+    p_has,
+    p_o,
+    p_ht,
+    p_states,
+    N,
+    T,
+    P,
+    scale,
+    lower,
+    dt_min,
+    dt_max,
+    s_cu,
+    s_index,
+    s_has,
+    s_qb,
+    s_qt,
+    s_qh,
+    s_kb,
+    s_kt,
+    s_ks,
+    s_kh,
+    s_vb,
+    s_vt,
+    s_vs,
+    s_vh,
+    s_gb,
+    s_gt,
+    s_gh,
+    s_bb,
+    s_bt,
+    s_bs,
+    s_bh,
+    s_wb,
+    s_wt,
+    s_wh,
+    s_zb,
+    s_zt,
+    s_zh,
+    s_dh,
+    s_dv,
+    s_0n,
+    s_fn,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PAD: tl.constexpr,
+    GATE: tl.constexpr,
+    KEY_GATE: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    GUARD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    IO: tl.constexpr = p_k.dtype.element_ty
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = (pid // NV) % HO
+    i_n = pid // (NV * HO)
+    o_k = tl.arange(0, BK)
+    o_v = (pid % NV).to(tl.int32) * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    if p_cu is None:
+        i_b = i_n
+        begin = i_n * 0
+        length = begin + T
+    else:
+        i_b = i_n * 0
+        begin = tl.minimum(tl.maximum(tl.load(p_cu + i_n * s_cu).to(tl.int64), 0), T)
+        end = tl.minimum(tl.load(p_cu + (i_n + 1) * s_cu).to(tl.int64), T)
+        length = tl.maximum(end, begin) - begin
+    row = i_b * T + begin  # of the dense outputs [rows, HO, ...]
+    p_o += (row * HO + i_h) * V + o_v
+
+    i_s = i_n
+    if p_index is not None:
+        i_s = tl.load(p_index + i_n * s_index).to(tl.int64)
+        if (i_s < PAD) | (i_s >= P):
+            for i_t in range(0, length):
+                tl.store(p_o + i_t * (HO * V), tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
+            return
+
+    o_tile = o_v[:, None] * K + o_k[None, :]
+    m_tile = m_v[:, None] & m_k[None, :]
+    b_s = tl.zeros([BV, BK], tl.float32)
+    if p_h0 is not None:
+        m_0 = m_tile
+        if p_has is not None:
+            has = tl.load(p_has + i_n * s_has) != 0
+            m_0 = _only(o_v, has, V)[:, None] & m_k[None, :]
+        b_s = tl.load(p_h0 + i_s * s_0n + i_h * (V * K) + o_tile, mask=m_0, other=0.0)
+        b_s = b_s.to(tl.float32)
+
+    p_q += i_b * s_qb + begin * s_qt + i_h // (HO // H) * s_qh
+    p_k += i_b * s_kb + begin * s_kt + i_h // (HO // HK) * s_kh
+    p_v += i_b * s_vb + begin * s_vt + i_h // (HO // HV) * s_vh
+    p_g += i_b * s_gb + begin * s_gt + i_h * s_gh
+    if DELTA:
+        p_beta += i_b * s_bb + begin * s_bt + i_h * s_bh
+    if p_w is not None:
+        p_w += i_b * s_wb + begin * s_wt + i_h * s_wh + o_v
+    if p_z is not None:
+        p_z += i_b * s_zb + begin * s_zt + i_h * s_zh + o_v
+    if p_states is not None:
+        p_states += (row * HO + i_h) * (V * K) + o_tile
+    amp = amplitude(p_alog, i_h)
+    if p_bias is None:
+        b_bias = 0.0
+    elif KEY_GATE:
+        b_bias = _vector(p_bias, i_h * K + o_k, m_k)
+    else:
+        b_bias = tl.load(p_bias + i_h).to(tl.float32)
+    if not DELTA:
+        b_rate = tl.load(p_a + i_h).to(tl.float32)
+    if p_d is not None:
+        b_d = _vector(p_d, i_h * s_dh + o_v * s_dv, m_v)
+
+    steps = length * NS
+    if steps > 0:
+        n_q, n_k, n_v, n_g, n_b = _rows_of_step(
+            p_q, p_k, p_v, p_g, p_beta, begin * 0, s_qt, s_kt, s_ks, s_vt, s_vs, s_gt, s_bt, s_bs,
+            o_k, o_v, K, V, NS, KEY_GATE, ERASE_KEY, DELTA,
+        )  # fmt: skip
+        for i_u in range(0, steps):
+            b_q, b_k, b_v, b_g, b_b = n_q, n_k, n_v, n_g, n_b
+            n_q, n_k, n_v, n_g, n_b = _rows_of_step(
+                p_q, p_k, p_v, p_g, p_beta, tl.minimum(begin * 0 + i_u + 1, steps - 1),
+                s_qt, s_kt, s_ks, s_vt, s_vs, s_gt, s_bt, s_bs,
+                o_k, o_v, K, V, NS, KEY_GATE, ERASE_KEY, DELTA,
+            )  # fmt: skip
+            i_t = i_u // NS
+            b_q = _unit(b_q, NORM) * scale
+            b_k = _unit(b_k, NORM)
+            b_w = b_v
+            if p_w is not None:
+                b_w = tl.load(p_w + i_t * s_wt, mask=m_v, other=0.0).to(tl.float32)
+            if GATE == "ssd":
+                b_b = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
+                b_g = b_rate * b_b * LOG2E
+            else:
+                b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
+                b_b = _strength(b_b, SIGMOID, DOUBLE)
+            if GUARD:
+                b_b = _guard(b_b, b_k, b_g, m_k, IO)
+            if NS > 1:
+                b_g = tl.where(i_u % NS == 0, b_g, 0.0)
+            b_s, b_o = _update(b_s, b_q, b_k, b_v, tl.exp2(b_g), b_b, b_w, DELTA, KEY_GATE,
+                               ERASE_KEY)  # fmt: skip
+            if p_d is not None:
+                b_o += b_d * b_v
+            if p_z is not None:
+                b_z = tl.load(p_z + i_t * s_zt, mask=m_v, other=0.0).to(tl.float32)
+                b_o *= b_z * sigmoid(b_z)
+            if i_u % NS == NS - 1:
+                tl.store(p_o + i_t * (HO * V), b_o.to(p_o.dtype.element_ty), mask=m_v)
+                if p_states is not None:
+                    p_tile = p_states + i_t * (HO * V * K)
+                    tl.store(p_tile, b_s.to(p_states.dtype.element_ty), mask=m_tile)
+
+    if p_ht is not None:
+        p_tile = p_ht + i_s * s_fn + i_h * (V * K) + o_tile
+        tl.store(p_tile, b_s.to(p_ht.dtype.element_ty), mask=m_tile)
+
+
+@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["p_index", "p_has"])
+def decode_kernel(
+    p_x,
+    p_g,
+    p_beta,
+    p_w,
+    p_a,
+    p_d,
+    p_z,
+    p_alog,
+    p_bias,
+    p_s,
+    p_index,
+    p_has,
+    p_o,
+    P,
+    scale,
+    lower,
+    dt_min,
+    dt_max,
+    s_x,
+    s_gn,
+    s_gh,
+    s_bn,
+    s_bs,
+    s_bh,
+    s_wn,
+    s_wh,
+    s_zn,
+    s_zh,
+    s_dh,
+    s_dv,
+    s_sn,
+    s_index,
+    s_has,
+    HK: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NS: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    PAD: tl.constexpr,
+    GATE: tl.constexpr,
+    KEY_GATE: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    GUARD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
+    NV: tl.constexpr = (V + BV - 1) // BV
+    IO: tl.constexpr = p_x.dtype.element_ty
+    # Sections of a packed row: Q | K | V, or x | B | C.
+    AT_Q: tl.constexpr = 0 if DELTA else HO * V + HK * K
+    AT_K: tl.constexpr = HK * K if DELTA else HO * V
+    AT_V: tl.constexpr = (1 + NS) * HK * K if DELTA else 0
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = (pid // NV) % HO
+    i_n = pid // (NV * HO)
+    i_k = i_h // (HO // HK)
+    i_s = tl.load(p_index + i_n * s_index).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    o_v = (pid % NV).to(tl.int32) * BV + tl.arange(0, BV)
+    m_k = o_k < K
+    m_v = o_v < V
+    p_x += i_n * s_x
+    p_g += i_n * s_gn + i_h * s_gh
+    if DELTA:
+        p_beta += i_n * s_bn + i_h * s_bh
+
+    # Everything but the state, while its row number is on the way.
+    b_q = _vector(p_x, AT_Q + i_k * K + o_k, m_k)
+    b_ks = ()
+    b_vs = ()
+    b_bs = ()
+    for i_u in tl.static_range(NS):
+        b_ks = b_ks + (_vector(p_x, AT_K + (i_u * HK + i_k) * K + o_k, m_k),)
+        b_vs = b_vs + (_vector(p_x, AT_V + (i_u * HO + i_h) * V + o_v, m_v),)
+        if ERASE_KEY:
+            b_bs = b_bs + (_vector(p_beta, i_u * s_bs + o_k, m_k),)
+        elif DELTA:
+            b_bs = b_bs + (tl.load(p_beta + i_u * s_bs).to(tl.float32),)
+    b_g = _vector(p_g, o_k, m_k) if KEY_GATE else tl.load(p_g).to(tl.float32)
+    amp = amplitude(p_alog, i_h)
+    if p_bias is None:
+        b_bias = 0.0
+    elif KEY_GATE:
+        b_bias = _vector(p_bias, i_h * K + o_k, m_k)
+    else:
+        b_bias = tl.load(p_bias + i_h).to(tl.float32)
+    b_w = b_vs[0]
+    if p_w is not None:
+        b_w = _vector(p_w, i_n * s_wn + i_h * s_wh + o_v, m_v)
+    if p_z is not None:
+        b_z = _vector(p_z, i_n * s_zn + i_h * s_zh + o_v, m_v)
+    if p_d is not None:
+        b_d = _vector(p_d, i_h * s_dh + o_v * s_dv, m_v)
+    if not DELTA:
+        b_rate = tl.load(p_a + i_h).to(tl.float32)
+
+    live = (i_s >= PAD) & (i_s < P)
+    i_s = tl.where(live, i_s, 0)
+    known = live
+    if p_has is not None:
+        known = live & (tl.load(p_has + i_n * s_has) != 0)
+    p_s += i_s * s_sn + i_h * (V * K) + o_v[:, None] * K + o_k[None, :]
+    m_tile = _only(o_v, known, V)[:, None] & m_k[None, :]
+    b_s = tl.load(p_s, mask=m_tile, other=0.0).to(tl.float32)
+
+    b_q = _unit(b_q, NORM) * scale
+    if GATE == "ssd":
+        b_dt = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
+        b_g = b_rate * b_dt * LOG2E
+    else:
+        b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
+    b_a = tl.exp2(b_g)
+    for i_u in tl.static_range(NS):
+        b_k = _unit(b_ks[i_u], NORM)
+        b_b = _strength(b_bs[i_u], SIGMOID, DOUBLE) if DELTA else b_dt
+        if GUARD:
+            b_b = _guard(b_b, b_k, b_g, m_k, IO)
+        # The token's decay belongs to its first update.
+        b_s, b_o = _update(
+            b_s, b_q, b_k, b_vs[i_u], b_a if i_u == 0 else 1.0, b_b, b_w, DELTA,
+            KEY_GATE and i_u == 0, ERASE_KEY,
+        )  # fmt: skip
+    if p_d is not None:
+        b_o += b_d * b_vs[0]
+    if p_z is not None:
+        b_o *= b_z * sigmoid(b_z)
+    b_o = tl.where(live, b_o, 0.0)
+    tl.store(p_o + (i_n * HO + i_h) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
+    m_tile = _only(o_v, live, V)[:, None] & m_k[None, :]
+    tl.store(p_s, b_s.to(p_s.dtype.element_ty), mask=m_tile)

@@ -1,0 +1,207 @@
+"""Launches of the recurrent kernels: the scan over tokens, and one token of many sequences.
+
+Nothing here checks its arguments (the operators do), and nothing reads a tensor's values.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from lagraph.engines.triton.conv import device_of
+from lagraph.engines.triton.kernels.recurrent import decode_kernel, recurrent_kernel
+
+if TYPE_CHECKING:
+    from lagraph.problem import Traits
+
+__all__ = ["decode", "recurrent_scan"]
+
+# Stands in for an unbounded dt_max: larger than any step, and exact in fp32.
+UNBOUNDED = 3.0e38
+# Elements of a state tile: of a scan's one warp, and of a decode program's four.
+SCAN_TILE, DECODE_TILE = 1024, 4096
+
+
+def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _strides(x: torch.Tensor | None, *at: int) -> tuple[int, ...]:
+    return tuple(0 if x is None else x.stride(i) for i in at)
+
+
+def _skip(d: torch.Tensor | None) -> tuple[int, int]:
+    """Strides of D [H] or [H, P]."""
+    return (0, 0) if d is None else (d.stride(0), d.stride(1) if d.dim() == 2 else 0)
+
+
+def _tile(K: int, V: int, elements: int, block_v: int | None) -> tuple[int, int]:
+    """BK and BV of a tile with about this many elements."""
+    block_k = max(triton.next_power_of_2(K), 16)
+    if block_v is None:
+        block_v = max(elements // block_k, 4)
+    return block_k, min(block_v, triton.next_power_of_2(V))
+
+
+def recurrent_scan(
+    traits: Traits,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    w: torch.Tensor | None = None,
+    a: torch.Tensor | None = None,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    a_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    final_state: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    scale: float | None = None,
+    gate: str = "log",
+    lower: float = -5.0,
+    norm: bool = False,
+    sigmoid: bool = False,
+    double: bool = False,
+    guard: bool = False,
+    dt_softplus: bool = True,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    first_slot: int = 1,
+    block_v: int | None = None,
+    warps: int | None = None,
+) -> torch.Tensor:
+    """Run a family's recurrence token by token; returns the outputs [B, T, HO, V] in q's dtype.
+
+    Args:
+        traits: The family's traits.
+        q, k, v: [B, T, H, K], [B, T, HK, K], [B, T, HV, V]; Mamba-2's C, B, x. With several updates
+            a token, k and v are [B, T, n, heads, size]. fp16, bf16 or fp32, innermost contiguous.
+        g: [B, T, HO], or [B, T, HO, K] under a gate per key channel, in the form that `gate` names:
+            "log", "linear", "softplus" or "bounded"; Mamba-2's raw dt.
+        beta: [B, T, HO] ([B, T, n, HO]); per key channel [B, T, HO, K]. Not for Mamba-2.
+        cu_seqlens: [N + 1] offsets of packed sequences (B = 1); without, every row is a sequence.
+        w, z: [B, T, HO, V]. a, a_log: [HO]. dt_bias: [HO] or [HO, K]. d: [HO] or [HO, V].
+        initial_state: [N, HO, V, K] in fp32, bf16 or fp16, or a pool [P, HO, V, K] whose rows
+            `state_indices` [N] select; rows below `first_slot` or past the pool are padding.
+        has_initial_state: [N] bool; where False the state starts from zero and is not read.
+        final_state: Written where given, as initial_state; may be initial_state itself.
+        states: [B, T, HO, V, K], any float dtype, dense: written with the state after every token.
+        out: Where to write the outputs, dense.
+        norm, sigmoid, double, guard: Unit norm of q and k; strengths from logits; in (0, 2);
+            GDN-2's beta_guard.
+        block_v, warps: Launch shape, for tuning.
+    """
+    B, T, H, K = q.shape
+    V, HO = v.shape[-1], g.shape[2]
+    n = k.shape[2] if k.dim() == 5 else 1
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if out is None:
+        out = torch.empty((B, T, HO, V), dtype=q.dtype, device=q.device)
+    if N == 0:
+        return out
+    pool = initial_state if initial_state is not None else final_state
+    block_k, block_v = _tile(K, V, SCAN_TILE, block_v)
+    kind = gate if traits.delta else "ssd"
+
+    def steps(x: torch.Tensor | None, rank: int, several: bool = False) -> tuple[int, ...]:
+        """Strides of batch (none where sequences are packed), token, update if several, head."""
+        if x is None:
+            return (0,) * (4 if several else 3)
+        batch = 0 if cu_seqlens is not None else x.stride(0)
+        if not several:
+            return batch, x.stride(1), x.stride(2)
+        update = (x.stride(2), x.stride(3)) if x.dim() == rank + 1 else (0, x.stride(2))
+        return batch, x.stride(1), *update
+
+    beta_rank = 4 if traits.erase == "key" else 3
+    with device_of(q):
+        recurrent_kernel[(N * HO * -(-V // block_v),)](
+            q, k, v, g, beta, w, _dense(a), d, z, _dense(a_log), _dense(dt_bias), cu_seqlens,
+            initial_state, state_indices, has_initial_state, out, final_state, states,
+            N, T, pool.shape[0] if pool is not None else 0,
+            K**-0.5 if scale is None and traits.delta else 1.0 if scale is None else float(scale),
+            float(lower), float(dt_min), UNBOUNDED if dt_max in (None, inf) else float(dt_max),
+            *_strides(cu_seqlens, 0), *_strides(state_indices, 0), *_strides(has_initial_state, 0),
+            *steps(q, 4), *steps(k, 4, True), *steps(v, 4, True), *steps(g, 3),
+            *steps(beta, beta_rank, True), *steps(w, 4), *steps(z, 4), *_skip(d),
+            *_strides(initial_state, 0), *_strides(final_state, 0),
+            H=H, HK=k.shape[-2], HV=v.shape[-2], HO=HO, K=K, V=V, NS=n, BK=block_k, BV=block_v,
+            PAD=first_slot, GATE=kind, KEY_GATE=traits.gate == "key", DELTA=traits.delta,
+            ERASE_KEY=traits.erase == "key", NORM=norm, SIGMOID=sigmoid, DOUBLE=double,
+            GUARD=guard, SOFTPLUS=dt_softplus,
+            num_warps=warps or max(block_k * block_v // SCAN_TILE, 1),
+        )  # fmt: skip
+    return out
+
+
+def decode(
+    traits: Traits,
+    packed: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor | None,
+    pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    w: torch.Tensor | None = None,
+    a: torch.Tensor | None = None,
+    d: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    a_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    heads: int,
+    substeps: int = 1,
+    scale: float = 1.0,
+    gate: str = "softplus",
+    lower: float = -5.0,
+    double: bool = False,
+    guard: bool = False,
+    dt_softplus: bool = True,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    block_v: int | None = None,
+    warps: int | None = None,
+) -> None:
+    """One token of N sequences: advance pool rows in place and write `out` [1, N, HO, V].
+
+    Args:
+        packed: [N, width] rows, [Q | K | V] or [x | B | C], heads rows contiguous; `heads` counts
+            the heads of K; keys and values of several updates stand one after the other.
+        g, beta, w, z: raw gate, strength logits, write strength, output gate: [1, N, ...] as in
+            `recurrent_scan` with T = N, beta with an axis n where there are several updates.
+        pool: [P, HO, V, K] with dense rows, fp32, bf16 or fp16.
+        block_v, warps: Launch shape, for tuning.
+    """
+    N = packed.shape[0]
+    _, HO, V, K = pool.shape
+    if N == 0:
+        return
+    block_k, block_v = _tile(K, V, DECODE_TILE, block_v)
+    several = beta is not None and beta.dim() == 4 and traits.erase == "head"
+    s_b = _strides(beta, 1, 2, 3) if several else (*_strides(beta, 1), 0, *_strides(beta, 2))
+    with device_of(packed):
+        decode_kernel[(N * HO * -(-V // block_v),)](
+            packed, g, beta, w, a, d, z, a_log, dt_bias, pool, state_indices, has_initial_state,
+            out, pool.shape[0], float(scale), float(lower), float(dt_min),
+            UNBOUNDED if dt_max in (None, inf) else float(dt_max),
+            packed.stride(0), *_strides(g, 1, 2), *s_b, *_strides(w, 1, 2), *_strides(z, 1, 2),
+            *_skip(d), pool.stride(0), *_strides(state_indices, 0),
+            *_strides(has_initial_state, 0),
+            HK=heads, HO=HO, K=K, V=V, NS=substeps, BK=block_k, BV=block_v, PAD=1,
+            GATE=gate if traits.delta else "ssd", KEY_GATE=traits.gate == "key",
+            DELTA=traits.delta, ERASE_KEY=traits.erase == "key", NORM=traits.delta,
+            SIGMOID=traits.delta, DOUBLE=double, GUARD=guard, SOFTPLUS=dt_softplus,
+            num_warps=warps or max(min(block_k * block_v // 1024, 8), 1),
+        )  # fmt: skip

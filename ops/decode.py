@@ -1,0 +1,490 @@
+"""One-token decoding over a paged pool of states, with everything around the recurrence fused in.
+
+Each function takes the packed rows that leave the short convolution and raw projections, and does
+what a layer does with them: it slices q, k and v, normalizes q and k, maps the raw gate to a decay
+and the raw strength to (0, 1), advances the selected slots in place, and returns the output
+[1, B, H, V]. One sequence is one row; B rows are one kernel launch on CUDA.
+
+    state_cache [num_slots, H, V, K], fp32, bf16 or fp16 (reference: fp64, too); the update runs in
+    fp32 and is rounded when it is stored. Slots may lie apart; each [H, V, K] is dense.
+    state_indices [B]: positive ones differ and select a slot; others are padding, whose output is
+    zero and which touch nothing.
+    has_initial_state [B]: False starts from zero, whatever the slot holds, and overwrites it.
+
+Safe to capture in a CUDA graph: pass `out`, and change indices between replays. For inference only.
+`recurrent_gdn_decode` and `recurrent_kda_decode` have Attention Gym's signatures; the other three
+follow them.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagraph import registry
+from lagraph.errors import InvalidOption, RuleBroken, ShapeMismatch
+from lagraph.ops.argument import (
+    FLOATS,
+    INTS,
+    boolean,
+    check_slots,
+    need,
+    number,
+    only_tensors,
+    options_of,
+    options_text,
+    overlap,
+    register_in_place,
+    serve,
+    wants_kernels,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lagraph.ops.kinds import Impl
+
+__all__ = [
+    "recurrent_gdn2_decode",
+    "recurrent_gdn_decode",
+    "recurrent_gdp_decode",
+    "recurrent_kda_decode",
+    "recurrent_mamba2_decode",
+]
+
+KERNEL = "lagraph.engines.triton.recurrent:decode"
+REFERENCE = "lagraph.engines.eager.decode:decode"
+ARGS = (
+    "packed", "gate", "beta", "w", "A", "A_log", "dt_bias", "D", "z", "state_cache",
+    "state_indices", "has_initial_state", "out",
+)  # fmt: skip
+# What the functions call the operator's first arguments.
+DELTA_NAMES = {"packed": "packed_qkv", "gate": "raw_gate", "beta": "raw_beta"}
+NAMES = {"mamba2": {"packed": "packed_xbc", "gate": "dt"}}
+_SEEN: set[Any] = set()
+SEEN = 4096
+
+
+def _check(*args: Any) -> int:
+    """Shapes, dtypes and devices; returns the heads of k."""
+    call = options_of(args[-1])
+    op, family = call.op, call.family
+    x = dict(zip(ARGS, args))
+    called = NAMES.get(family, DELTA_NAMES)
+    name = {key: called.get(key, key) for key in ARGS}
+    delta = family != "mamba2"
+    pool, packed = x["state_cache"], x["packed"]
+    sizes: dict[str, Any] = {}
+    need(op, name["packed"], packed, "B width", sizes, FLOATS)
+    device, io = packed.device, packed.dtype
+    states = FLOATS if io == torch.float64 else FLOATS[:3]
+    need(op, "state_cache", pool, "num_slots H V K", sizes, states, device)
+    H, V, K = sizes["H"], sizes["V"], sizes["K"]
+    if K > 256:
+        raise ShapeMismatch(
+            op, "state_cache", expected="K at most 256", got=f"K = {K}", mend="Use smaller keys"
+        )
+    if pool.stride()[1:] != (V * K, K, 1) and pool.numel():
+        raise RuleBroken(
+            op, "state_cache", expected="dense slots [H, V, K]; only slots may lie apart",
+            got=f"strides {list(pool.stride())}", mend="Lay the pool out as [num_slots, H, V, K]",
+        )  # fmt: skip
+    if packed.stride(1) != 1:
+        raise RuleBroken(
+            op, name["packed"], expected="contiguous rows", got=f"strides {list(packed.stride())}",
+            mend=f"Call {name['packed']}.contiguous() first",
+        )  # fmt: skip
+    n = call.n
+    width = sizes["width"]
+    rest = width - n * H * V
+    per = 2 * K if not delta else (1 + n) * K
+    heads = rest // per
+    if rest <= 0 or rest % per or H % heads:
+        form = "H*V + 2*G*K" if not delta else f"HK*K + {n}*HK*K + {n}*H*V"
+        raise ShapeMismatch(
+            op, name["packed"],
+            expected=f"[B, {form}] with H = {H}, V = {V}, K = {K}, and "
+            f"{'HK' if delta else 'G'} a divisor of H", got=f"width {width}",
+            mend="Concatenate the sections of all heads one after the other",
+        )  # fmt: skip
+    key = family in ("kda", "gdn2")
+    beta = {"gdn2": "1 B H K", "gdp": f"1 B {n} H"}.get(family, "1 B H")
+    for argument, shape in (
+        ("gate", "1 B H K" if key else "1 B H"), ("beta", beta), ("w", "1 B H V"), ("A", "H"),
+        ("A_log", "H"), ("dt_bias", "H K" if key else "H"), ("z", "1 B H V"),
+    ):  # fmt: skip
+        need(op, name[argument], x[argument], shape, sizes, FLOATS, device)
+        last = x[argument]
+        if last is not None and shape[-1] in "KV" and last.stride(-1) != 1 and last.shape[-1] != 1:
+            raise RuleBroken(
+                op, name[argument], expected="contiguous rows",
+                got=f"strides {list(last.stride())}",
+                mend=f"Call {name[argument]}.contiguous() first",
+            )  # fmt: skip
+    if x["D"] is not None:
+        need(op, "D", x["D"], "H" if x["D"].dim() == 1 else "H V", sizes, FLOATS, device)
+    need(op, "state_indices", x["state_indices"], "B", sizes, INTS, device)
+    need(op, "has_initial_state", x["has_initial_state"], "B", sizes, (torch.bool,), device)
+    need(op, "out", x["out"], "1 B H V", sizes, (io,), device)
+    if not x["out"].is_contiguous():
+        raise RuleBroken(
+            op, "out", expected="a contiguous buffer", got=f"strides {list(x['out'].stride())}",
+            mend="Allocate it as torch.empty(1, B, H, V)",
+        )  # fmt: skip
+    return int(heads)
+
+
+def _fake(*args: Any) -> None:
+    _check(*args)
+
+
+def _run(*args: Any) -> None:
+    call = options_of(args[-1])
+    tensors = args[:-1]
+    # A call like an earlier one needs no second look.
+    key = (
+        args[-1],
+        *(None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors),
+    )
+    if key not in _SEEN:
+        _check(*args)
+        if len(_SEEN) >= SEEN:
+            _SEEN.clear()
+        _SEEN.add(key)
+    x = dict(zip(ARGS, tensors))
+    pool = x["state_cache"]
+    H, V, K = pool.shape[1:]
+    per = 2 * K if call.family == "mamba2" else (1 + call.n) * K
+    heads = (x["packed"].shape[1] - call.n * H * V) // per
+    check_slots(call.op, x["state_indices"], pool.shape[0])
+    if not wants_kernels(call.op, call.impl, x["packed"]):
+        registry.load(REFERENCE)(x, call, heads)
+        return
+    for argument in ("A", "A_log", "dt_bias"):
+        if x[argument] is not None and not x[argument].is_contiguous():
+            x[argument] = x[argument].contiguous()
+    scale = call.scale
+    if scale is None:
+        scale = 1.0 if call.family == "mamba2" else K**-0.5
+    registry.load(KERNEL)(
+        registry.family(call.family).traits, x["packed"], x["gate"], x["beta"], pool,
+        x["state_indices"], x["out"], w=x["w"], a=x["A"], d=x["D"], z=x["z"], a_log=x["A_log"],
+        dt_bias=x["dt_bias"], has_initial_state=x["has_initial_state"], heads=heads,
+        substeps=call.n, scale=scale, gate=call.gate,
+        lower=call.lower, double=call.double, guard=call.guard, dt_softplus=call.dt_softplus,
+        dt_min=call.dt_min, dt_max=call.dt_max,
+    )  # fmt: skip
+
+
+_decode = register_in_place(
+    "recurrent_decode",
+    "Tensor packed, Tensor gate, Tensor? beta, Tensor? w, Tensor? A, Tensor? A_log, "
+    "Tensor? dt_bias, Tensor? D, Tensor? z, Tensor(a!) state_cache, Tensor state_indices, "
+    "Tensor? has_initial_state, Tensor(b!) out, str options",
+    _run,
+    _fake,
+    writes=(9, 12),
+)
+
+
+# Public functions ---------------------------------------------------------------------------------
+
+
+def _options(
+    op: str, family: str, impl: Any, *, n: int = 1, scale: Any = None, gate: Any = "softplus",
+    lower: Any = -5.0, double: Any = False, guard: Any = False, dt_softplus: Any = True,
+    dt_min: Any = 0.0, dt_max: Any = None,
+) -> str:  # fmt: skip
+    if gate not in ("bounded", "softplus"):
+        gate_name = getattr(gate, "value", gate)
+        if gate_name not in ("bounded", "softplus"):
+            raise InvalidOption(
+                op, "gate_transform", expected="'bounded' or 'softplus'", got=repr(gate),
+                mend="Take one of the two",
+            )  # fmt: skip
+        gate = gate_name
+    lower = number(op, "lower_bound", lower)
+    if lower is not None and lower > 0:
+        raise InvalidOption(
+            op, "lower_bound", expected="a number <= 0", got=repr(lower), mend="Flip its sign"
+        )
+    low, high = number(op, "dt_min", dt_min), number(op, "dt_max", dt_max, none=True)
+    if high is not None and low is not None and high < low:
+        raise InvalidOption(
+            op, "dt_max", expected=f"at least dt_min = {low}", got=repr(high), mend="Swap the two"
+        )
+    return options_text(
+        ("op", op), ("family", family), ("impl", serve(op, impl)), ("n", n),
+        ("scale", number(op, "scale", scale, none=True)),
+        ("gate", str(getattr(gate, "value", gate))), ("lower", lower),
+        ("double", boolean(op, "allow_neg_eigval", double)),
+        ("guard", boolean(op, "beta_guard", guard)),
+        ("dt_softplus", boolean(op, "dt_softplus", dt_softplus)), ("dt_min", low), ("dt_max", high),
+    )  # fmt: skip
+
+
+def _call(
+    op: str, family: str, names: str, required: int, packed: Any, gate: Any, beta: Any, w: Any,
+    A: Any, A_log: Any, dt_bias: Any, D: Any, z: Any, pool: Any, index: Any, has: Any, out: Any,
+    options: str,
+) -> Tensor:  # fmt: skip
+    """Allocate the output unless it is given, and run."""
+    given = [packed, gate, beta, w, A, A_log, dt_bias, D, z, pool, index, has, out]
+    shown = NAMES.get(family, DELTA_NAMES)
+    by_name = {shown.get(key, key): x for key, x in zip(ARGS, given)}
+    named = [by_name[name] for name in names.split()]
+    only_tensors(op, names, named, required)
+    if out is None:
+        if pool.dim() != 4:
+            need(op, "state_cache", pool, "num_slots H V K", {}, FLOATS)
+        out = packed.new_empty((1, packed.shape[0], pool.shape[1], pool.shape[2]))
+    elif not torch.compiler.is_compiling():
+        for name, x in zip(names.split(), named):
+            if x is not None and x is not out and overlap(out, x):
+                raise RuleBroken(
+                    op, "out", expected="memory of its own", got=f"an overlap with {name}",
+                    mend="Allocate it as torch.empty(1, B, H, V)",
+                )  # fmt: skip
+    _decode(packed, gate, beta, w, A, A_log, dt_bias, D, z, pool, index, has, out, options)
+    return out
+
+
+def recurrent_gdn_decode(
+    packed_qkv: Tensor,
+    raw_gate: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_cache: Tensor,
+    state_indices: Tensor,
+    *,
+    has_initial_state: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    impl: Impl | str = "auto",
+) -> Tensor:
+    """One token of GDN: g = -exp(A_log) softplus(raw_gate + dt_bias), beta = sigmoid(raw_beta).
+
+    Args:
+        packed_qkv: [B, HK*K + HK*K + H*V], the sections [Q | K | V], head rows contiguous; HK
+            divides H. fp16, bf16 or fp32 (reference: fp64, too).
+        raw_gate, raw_beta: [1, B, H], any float dtype.
+        A_log, dt_bias: [H].
+        state_cache: Pool [num_slots, H, V, K], K at most 256, advanced in place.
+        state_indices: [B] slots; not positive means padding.
+        has_initial_state: [B] bool; False starts from zero.
+        scale: Query scale; None means K ** -0.5.
+        out: Contiguous [1, B, H, V] to write to, of packed_qkv's dtype; overlaps no input.
+        allow_neg_eigval: beta = 2 sigmoid(raw_beta).
+        impl: "auto" (fused on CUDA, else reference), "fused" or "reference".
+
+    Returns:
+        The output [1, B, H, V]; `out` itself where given.
+
+    Raises:
+        ShapeMismatch, DtypeMismatch, DeviceMismatch, RuleBroken, InvalidOption: A broken rule.
+        NotSupported: impl="fused" cannot serve. NotDifferentiable: An input requires a gradient.
+    """
+    op = "recurrent_gdn_decode"
+    options = _options(op, "gdn", impl, scale=scale, double=allow_neg_eigval)
+    names = "packed_qkv raw_gate raw_beta A_log dt_bias state_cache state_indices " \
+        "has_initial_state out"  # fmt: skip
+    return _call(
+        op, "gdn", names, 7, packed_qkv, raw_gate, raw_beta, None, None, A_log, dt_bias, None, None,
+        state_cache, state_indices, has_initial_state, out, options,
+    )  # fmt: skip
+
+
+def recurrent_kda_decode(
+    packed_qkv: Tensor,
+    raw_gate: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_cache: Tensor,
+    state_indices: Tensor,
+    *,
+    has_initial_state: Tensor | None = None,
+    gate_transform: str = "bounded",
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    impl: Impl | str = "auto",
+) -> Tensor:
+    """One token of KDA: a decay per key channel.
+
+    Args:
+        packed_qkv: [B, H * (2 K + V)], the sections [Q | K | V], head rows contiguous. Fewer heads
+            of q and k are served as in `recurrent_gdn_decode`.
+        raw_gate: [1, B, H, K], any float dtype.
+        raw_beta: [1, B, H].
+        A_log: [H]. dt_bias: [H, K].
+        state_cache, state_indices, has_initial_state: See `recurrent_gdn_decode`.
+        gate_transform: "bounded", g = lower_bound sigmoid(exp(A_log) (raw_gate + dt_bias)), or
+            "softplus", g = -exp(A_log) softplus(raw_gate + dt_bias).
+        lower_bound: Finite, not positive; used by "bounded" alone.
+        scale, out, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
+
+    Returns:
+        The output [1, B, H, V]; `out` itself where given.
+
+    Raises:
+        As `recurrent_gdn_decode`.
+    """
+    op = "recurrent_kda_decode"
+    options = _options(
+        op, "kda", impl, scale=scale, gate=gate_transform, lower=lower_bound,
+        double=allow_neg_eigval,
+    )  # fmt: skip
+    names = "packed_qkv raw_gate raw_beta A_log dt_bias state_cache state_indices " \
+        "has_initial_state out"  # fmt: skip
+    return _call(
+        op, "kda", names, 7, packed_qkv, raw_gate, raw_beta, None, None, A_log, dt_bias, None, None,
+        state_cache, state_indices, has_initial_state, out, options,
+    )  # fmt: skip
+
+
+def recurrent_gdn2_decode(
+    packed_qkv: Tensor,
+    raw_gate: Tensor,
+    raw_beta: Tensor,
+    w: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_cache: Tensor,
+    state_indices: Tensor,
+    *,
+    has_initial_state: Tensor | None = None,
+    gate_transform: str = "bounded",
+    lower_bound: float = -5.0,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    beta_guard: bool = False,
+    impl: Impl | str = "auto",
+) -> Tensor:
+    """One token of GDN-2: KDA with an erase strength per key channel, and a write strength.
+
+    Args:
+        packed_qkv, raw_gate, A_log, dt_bias: See `recurrent_kda_decode`.
+        raw_beta: Erase logits [1, B, H, K].
+        w: Write strength [1, B, H, V], used as it is.
+        state_cache, state_indices, has_initial_state: See `recurrent_gdn_decode`.
+        gate_transform, lower_bound: See `recurrent_kda_decode`.
+        scale, out, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
+        beta_guard: Pull rows of erase strengths that would expand the state to their mean.
+
+    Returns:
+        The output [1, B, H, V]; `out` itself where given.
+
+    Raises:
+        As `recurrent_gdn_decode`.
+    """
+    op = "recurrent_gdn2_decode"
+    options = _options(
+        op, "gdn2", impl, scale=scale, gate=gate_transform, lower=lower_bound,
+        double=allow_neg_eigval, guard=beta_guard,
+    )  # fmt: skip
+    names = "packed_qkv raw_gate raw_beta w A_log dt_bias state_cache state_indices " \
+        "has_initial_state out"  # fmt: skip
+    return _call(
+        op, "gdn2", names, 8, packed_qkv, raw_gate, raw_beta, w, None, A_log, dt_bias, None,
+        None, state_cache, state_indices, has_initial_state, out, options,
+    )  # fmt: skip
+
+
+def recurrent_gdp_decode(
+    packed_qkv: Tensor,
+    raw_gate: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state_cache: Tensor,
+    state_indices: Tensor,
+    *,
+    has_initial_state: Tensor | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    allow_neg_eigval: bool = False,
+    impl: Impl | str = "auto",
+) -> Tensor:
+    """One token of GDP: n Householder updates under one decay.
+
+    Args:
+        packed_qkv: [B, HK*K + n*HK*K + n*H*V]: Q, then the keys of update 0, 1, ..., then the
+            values likewise.
+        raw_beta: [1, B, n, H]; it gives n.
+        raw_gate, A_log, dt_bias, state_cache, state_indices, has_initial_state, scale, out,
+            allow_neg_eigval, impl: See `recurrent_gdn_decode`.
+
+    Returns:
+        The output [1, B, H, V]; `out` itself where given.
+
+    Raises:
+        As `recurrent_gdn_decode`.
+    """
+    op = "recurrent_gdp_decode"
+    n = 1
+    if isinstance(raw_beta, torch.Tensor):
+        if raw_beta.dim() != 4 or raw_beta.shape[2] < 1:
+            raise ShapeMismatch(
+                op, "raw_beta", expected="[1, B, n, H] with n >= 1",
+                got=f"shape {list(raw_beta.shape)}", mend="View the tensor in that shape",
+            )  # fmt: skip
+        n = index(raw_beta.shape[2])
+    options = _options(op, "gdp", impl, n=n, scale=scale, double=allow_neg_eigval)
+    names = "packed_qkv raw_gate raw_beta A_log dt_bias state_cache state_indices " \
+        "has_initial_state out"  # fmt: skip
+    return _call(
+        op, "gdp", names, 7, packed_qkv, raw_gate, raw_beta, None, None, A_log, dt_bias, None, None,
+        state_cache, state_indices, has_initial_state, out, options,
+    )  # fmt: skip
+
+
+def recurrent_mamba2_decode(
+    packed_xbc: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None,
+    state_cache: Tensor,
+    state_indices: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    dt_softplus: bool = True,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    out: Tensor | None = None,
+    impl: Impl | str = "auto",
+) -> Tensor:
+    """One token of Mamba-2: S = exp(A dt') S + dt' x B^T, y = S C + D x, y *= z sigmoid(z).
+
+    Args:
+        packed_xbc: [B, H*P + G*N + G*N], the sections [x | B | C]; G divides H. There is no norm.
+        dt: Raw steps [1, B, H]; dt' = clamp(softplus(dt + dt_bias), dt_min, dt_max).
+        A: [H], negative. dt_bias: [H] or None.
+        state_cache: Pool [num_slots, H, P, N].
+        state_indices, has_initial_state, out, impl: See `recurrent_gdn_decode`.
+        D: Skip from x, [H] or [H, P]. z: Output gate [1, B, H, P].
+        dt_softplus, dt_min, dt_max: The step's map; dt_max None means unbounded.
+
+    Returns:
+        The output [1, B, H, P]; `out` itself where given.
+
+    Raises:
+        As `recurrent_gdn_decode`.
+    """
+    op = "recurrent_mamba2_decode"
+    options = _options(
+        op, "mamba2", impl, dt_softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max
+    )  # fmt: skip
+    names = "packed_xbc dt A state_cache state_indices dt_bias D z has_initial_state out"
+    return _call(
+        op, "mamba2", names, 5, packed_xbc, dt, None, None, A, None, dt_bias, D, z, state_cache,
+        state_indices, has_initial_state, out, options,
+    )  # fmt: skip

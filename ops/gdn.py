@@ -1,0 +1,16 @@
+"""Functions of the gated delta rule under one name, as in attn_gym.linear.gdn."""
+
+from lagraph.ops.chunk import chunk_gdn
+from lagraph.ops.decode import recurrent_gdn_decode
+from lagraph.ops.kinds import KernelOptions, SplitOptions
+from lagraph.ops.paged import paged_chunk_gdn
+from lagraph.ops.recurrent import recurrent_gdn
+
+__all__ = [
+    "KernelOptions",
+    "SplitOptions",
+    "chunk_gdn",
+    "paged_chunk_gdn",
+    "recurrent_gdn",
+    "recurrent_gdn_decode",
+]

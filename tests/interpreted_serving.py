@@ -1,0 +1,134 @@
+"""The kernels for convolution, decoding and the token scan under Triton's interpreter.
+
+Not collected by itself: `test_decode.py` runs it in a process that has TRITON_INTERPRET=1 from the
+start. The interpreter multiplies bf16 wrongly, so dtypes here are fp16 and fp32; fresh memory holds
+NaN.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import triton
+from serving import check_conv, check_conv_decode, check_decode, check_paged, check_scan
+from triton import language as tl
+
+import lagraph.ops.conv as conv
+import lagraph.ops.decode as decode
+from lagraph.engines.triton.conv import schedule
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+F16, F32 = torch.float16, torch.float32
+FAMILIES = ("gdn", "kda", "gdn2", "gdp", "mamba2")
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch, poison):
+    """CPU tensors are served by the kernels."""
+    monkeypatch.setattr(conv, "INTERPRETED", True, raising=False)
+    for module in (conv, decode):
+        monkeypatch.setattr(module, "wants_kernels", lambda op, impl, x: True)
+
+
+@triton.jit
+def squash(x):
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+
+
+@triton.jit
+def squash_slope(x):
+    y = squash(x)
+    return 1.0 - y * y
+
+
+def test_schedules_are_small():
+    assert schedule("forward", F16, 4).rows == 0
+    assert schedule("update", F32, 4).rows == 1
+
+
+@pytest.mark.parametrize(("W", "dtype"), [(1, F16), (2, F32), (4, F16), (8, F32)])
+def test_conv_packed(W, dtype):
+    check_conv("cpu", dtype, W=W, lengths=(5, 0, 9, 1))
+
+
+@pytest.mark.parametrize("layout", ["columns", "time first", "expanded"])
+def test_conv_dense(layout):
+    check_conv("cpu", F32, batch=2, lengths=(11,), layout=layout, history=layout != "expanded")
+
+
+def test_conv_without_state_or_activation():
+    check_conv("cpu", F16, W=3, history=False, final=False, activation=None, C=40)
+
+
+def test_conv_many_chunks():
+    config = conv.ShortConvConfig(32, 1, 8)
+    check_conv(
+        "cpu", F32, lengths=(41, 3), index=torch.int64, forward_config=config,
+        input_grad_config=config,
+    )  # fmt: skip
+
+
+def test_conv_no_tokens_and_no_sequences():
+    check_conv("cpu", F32, lengths=(0, 0), tail=0)
+    check_conv("cpu", F32, lengths=(), tail=3)
+
+
+def test_conv_custom_activation():
+    conv.register_activation(
+        "interpreted tanh", torch.tanh, lambda x: 1 - x.tanh() ** 2, kernels=(squash, squash_slope)
+    )
+    try:
+        check_conv("cpu", F32, activation="interpreted tanh", lengths=(9, 2))
+    finally:
+        del conv.ACTIVATIONS["interpreted tanh"]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_paged_packed(fresh):
+    check_paged("cpu", F16, fresh=fresh)
+
+
+def test_paged_dense():
+    check_paged("cpu", F32, batch=4, lengths=(19,))
+    check_paged("cpu", F32, batch=4, lengths=(0,))
+
+
+@pytest.mark.parametrize(("W", "index"), [(2, True), (4, False), (8, True)])
+def test_conv_decode(W, index):
+    check_conv_decode("cpu", F16, W=W, index=index)
+
+
+@pytest.mark.parametrize("pool", [F32, F16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode(family, pool):
+    check_decode(family, "cpu", F16, pool, gap=48, fresh=pool == F32)
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda", "mamba2"])
+def test_decode_of_odd_sizes(family):
+    """Sizes that are no powers of two, and several slices of V."""
+    check_decode(family, "cpu", F32, B=3, K=40, V=72, H=2, HK=1, out=False)
+
+
+def test_decode_options():
+    check_decode(
+        "kda", "cpu", F32, options={"gate_lower_bound": -2.0, "allow_neg_eigval": True},
+        call={"lower_bound": -2.0, "allow_neg_eigval": True},
+    )  # fmt: skip
+    check_decode(
+        "gdn2", "cpu", F32, options={"beta_guard": True, "allow_neg_eigval": True},
+        call={"beta_guard": True, "allow_neg_eigval": True},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scan(family, dense):
+    check_scan(family, "cpu", F16 if dense else F32, dense=dense)
+
+
+def test_scan_guard_and_negative_eigenvalues():
+    check_scan("gdn2", "cpu", F16, options={"beta_guard": True, "allow_neg_eigval": True})
