@@ -42,7 +42,7 @@ class Target:
         return self.target
 
     def get_current_device(self):
-        return 0
+        return self.target.arch  # Triton keeps kernels by device
 
     def get_current_stream(self, device=None):
         return 0

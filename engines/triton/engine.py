@@ -23,7 +23,9 @@ class TritonEngine:
 
     def plan(self, problem: Problem, knobs: Mapping[str, int | str]) -> Any:
         from lagraph.engines.triton import backward, launch
+        from lagraph.engines.triton.check import check_compiler
 
+        check_compiler(problem)
         plans = {
             "forward": launch.ForwardPlan,
             "backward": backward.BackwardPlan,
