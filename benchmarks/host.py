@@ -60,11 +60,11 @@ def op_rows(device: str) -> list[tuple[str, float]]:
     plan, T, n = run.find(ins, req)
     with torch.no_grad():
         rows = [
-            ("key of the call", microseconds(lambda: run.key(req, *ins))),
+            ("key of the call", microseconds(lambda: run.key(ins, req))),
             ("find the plan (key, lookup, offsets on a CPU)",
              microseconds(lambda: run.find(ins, req))),
-            ("allocate two outputs", microseconds(lambda: plan.allocate(ins, T, n))),
-            ("run the null plan", microseconds(lambda: plan.run(ins, ()))),
+            ("allocate two outputs, run the null plan",
+             microseconds(lambda: plan.call(ins, T, n))),
             ("runner: all of the above", microseconds(lambda: run(ins, req))),
             ("registered operator", microseconds(lambda: op(*args, None, None, None, text))),
             ("op call, no gradient",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lagraph.choice import Explanation
 from lagraph.desc import TensorDesc, data_type
 from lagraph.errors import (
     DeviceMismatch,
@@ -25,17 +26,16 @@ from lagraph.errors import (
     RuleBroken,
     ShapeMismatch,
 )
-from lagraph.graph import (
-    Explanation,
-    Graph,
+from lagraph.graph import Graph
+from lagraph.handle import (
     Handle,
-    Tensor,
     build_plan_policy,
     create_handle,
     destroy_handle,
     heur_mode,
     set_stream,
 )
+from lagraph.tensor import Tensor
 
 if TYPE_CHECKING:
     from lagraph import ops

@@ -317,13 +317,7 @@ def _outputs(
 
 def check_offsets(offsets: list[int], tokens: int, label: str) -> None:
     """Raise unless the offsets start at 0, never fall, and end at or before `tokens`."""
-    last = 0
-    good = offsets[0] == 0
-    for offset in offsets:
-        if offset < last:
-            good = False
-        last = offset
-    if not good or last > tokens:
+    if offsets[0] != 0 or offsets[-1] > tokens or offsets != sorted(offsets):
         shown = offsets if len(offsets) <= 16 else f"{offsets[:8]} ... {offsets[-4:]}"
         raise RuleBroken(
             label,

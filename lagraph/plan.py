@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "Request", "Runner", "problem_of", "request", "runner"]
 
-CAPACITY = 256  # plans kept per node
+# Plans kept per node. The oldest makes room, not the least recently used: keeping the order of use
+# would cost every warm call a write.
+CAPACITY = 256
 REQUESTS = 4096  # requests kept
 
 
@@ -40,6 +42,7 @@ class Request:
     """The options of one call, validated once and interned.
 
     text: canonical JSON of what differs from the defaults; the same text is the same request.
+    final: whether the call makes final states.
     """
 
     node: Node
@@ -49,6 +52,7 @@ class Request:
     text: str
     n: int
     every: int
+    final: bool
 
     def to(self, direction: Any) -> Request:
         """The same options for another direction of the family, with that direction's pin."""
@@ -92,6 +96,8 @@ def request(
                 node, options, plan_name, dtype, text,
                 n=getattr(options, "num_householder", 1),
                 every=getattr(options, "checkpoint_every_n_tokens", 0),
+                final=getattr(options, "output_final_state", False)
+                or getattr(options, "overwrite_initial_state", False),
             ),
         )  # fmt: skip
     return found
@@ -182,8 +188,8 @@ class Plan:
     """A problem bound to one engine's compiled plan. Immutable; any thread may run it."""
 
     __slots__ = (
-        "aliases", "allocate", "compiled", "device", "dtypes", "key", "name", "problem", "shapes",
-        "workspace",
+        "__weakref__", "aliases", "call", "compiled", "cuda", "device", "dtypes", "key", "name",
+        "problem", "shapes", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -192,8 +198,8 @@ class Plan:
         self.problem, self.name, self.key = problem, str(name), key
         self.compiled = select.build(problem, name)
         self.workspace: Callable[[int, int], int] = self.compiled.workspace_size
-        self.device = torch.device(problem.device)
-        if problem.device == "cuda":
+        self.device, self.cuda = torch.device(problem.device), problem.device == "cuda"
+        if self.cuda:
             self.device = torch.device("cuda", problem.index)
         self.dtypes = tuple(problem.dtypes.get(name) for name in node.output_names)
         in_place = (
@@ -208,16 +214,24 @@ class Plan:
         self.aliases = node.output_names.index("final_state") if in_place else -1
         shapes = [self._shape(node, bound, out) for out in node.outputs]
         outs = [self._make(node, at, shape) for at, shape in enumerate(shapes)]
-        scope = {"empty": torch.empty, "empty_like": torch.empty_like, "device": self.device}
+        scope = {
+            "empty": torch.empty, "empty_like": torch.empty_like, "device": self.device,
+            "uint8": torch.uint8, "workspace": self.workspace,
+            "run": self.run if self.cuda else self.compiled.run,
+        }  # fmt: skip
         scope |= {f"dtype{at}": dtype for at, dtype in enumerate(self.dtypes)}
         source = (
             f"def shapes(ins, T, N):\n    return ({', '.join(shapes)},)\n"
-            f"def allocate(ins, T, N):\n    return ({', '.join(outs)},)\n"
+            f"def call(ins, T, N):\n"
+            f"    outs = ({', '.join(outs)},)\n"
+            f"    size = workspace(T, N)\n"
+            f"    run(ins, outs, empty(size, dtype=uint8, device=device) if size else None)\n"
+            f"    return outs\n"
         )
         made = compiled_source(source, f"<lagraph {node.name} outputs>", scope)
-        # (ins, T, N) -> shapes, or uninitialized tensors; None where an output is absent.
+        # (ins, T, N) -> shapes, and -> outputs of a run; None where an output is absent.
         self.shapes: Callable[..., Any] = made["shapes"]
-        self.allocate: Callable[..., Any] = made["allocate"]
+        self.call: Callable[..., Any] = made["call"]
 
     def _make(self, node: Node, at: int, shape: str) -> str:
         """Source that makes an output: `torch.empty` is cheapest with sizes as arguments."""
@@ -245,7 +259,7 @@ class Plan:
 
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
         """Run on the current stream of the tensors' device."""
-        if self.problem.device == "cuda" and torch.cuda.current_device() != self.problem.index:
+        if self.cuda and torch.cuda.current_device() != self.problem.index:
             with torch.cuda.device(self.problem.index):
                 self.compiled.run(ins, outs, workspace)
         else:
@@ -264,15 +278,19 @@ def compiled_source(source: str, filename: str, scope: dict[str, Any]) -> dict[s
     return scope
 
 
-def _key_source(node: Node, device: str) -> str:
-    """Source of `key(request, *ins) -> (key, T, N)`, or None where the dynamic dims disagree.
+# What reading a key raises where a tensor is missing or misfits; validation says which.
+MISFIT = (AttributeError, IndexError, TypeError, ValueError)
 
-    Everything static goes into the key, so a tuple that was seen once needs no other check.
-    device: how a tensor's device is read.
+
+def _key_source(node: Node) -> str:
+    """Source of `key(ins, request) -> (key, T, N)` and of `find(ins, request) -> (plan, T, N)`.
+
+    Everything static goes into the key, so a tuple that was seen once needs no other check than
+    that the dynamic dims agree; key raises one of `MISFIT` if they do not.
     """
     args = [f"x{i}" for i in range(len(node.inputs))]
     at = {port.name: args[i] for i, port in enumerate(node.inputs)}
-    lines = [f"def key(request, {', '.join(args)}):"]
+    lines = [f"    {', '.join(args)} = ins"]
     lines += [f"    T = {at['g']}.shape[0]", f"    N = {at['cu_seqlens']}.shape[0] - 1"]
     parts, checks = ["request.text"], ["N >= 0"]
     pool = f"{at['state_indices']} is not None" if "state_indices" in at else ""
@@ -300,12 +318,8 @@ def _key_source(node: Node, device: str) -> str:
                 else (f"s{i} = {first}, = {x}.shape")
             )
             static = ", ".join(dims if dynamic or head == "N+1" else [first, *dims])
-        value = ", ".join(
-            part for part in (
-                f"{x}.dtype", static, f"0 if {x}.is_contiguous() else layout({x})",
-                f"{x}.{device}",
-            ) if part
-        )  # fmt: skip
+        layout = f"0 if {x}.is_contiguous() else layout({x})"
+        value = ", ".join(part for part in (f"{x}.dtype", static, layout, f"{x}.device") if part)
         if port.optional:
             lines += [
                 f"    if {x} is None:",
@@ -313,7 +327,9 @@ def _key_source(node: Node, device: str) -> str:
                 "    else:",
                 f"        {read}",
             ]
-            lines += [f"        if not {dynamic}:", "            return None"] if dynamic else []
+            lines += (
+                [f"        if not {dynamic}:", "            raise ValueError"] if dynamic else []
+            )
             lines.append(f"        k{i} = ({value})")
             parts.append(f"k{i}")
         else:
@@ -321,59 +337,60 @@ def _key_source(node: Node, device: str) -> str:
             if dynamic and port.name != "g":
                 checks.append(dynamic)
             parts.append(value)
-    if checks:
-        lines += [f"    if not ({' and '.join(checks)}):", "        return None"]
-    lines.append(f"    return ({', '.join(parts)}), T, N")
-    return "\n".join(lines) + "\n"
+    lines += [f"    if not ({' and '.join(checks)}):", "        raise ValueError"]
+    lines.append(f"    key = {', '.join(parts)}")
+    offsets, slots = at["cu_seqlens"], at.get("state_indices")
+    values = [f"check_offsets({offsets}.tolist(), T, label)"]
+    if slots:
+        rows = f"{at['initial_state']}.shape[0]"
+        values.append(f"if {slots} is not None: check_slots({slots}.tolist(), {rows}, label)")
+    return "\n".join([
+        "def key(ins, request):",
+        *lines,
+        "    return key, T, N",
+        "def find(ins, request):",
+        "    try:",
+        *(f"    {line}" for line in lines),
+        "    except MISFIT:",
+        "        refuse(ins, request)",
+        "    plan = plans.get(key) or build(ins, request, key)",
+        f"    if infer.VALIDATE or not {offsets}.is_cuda:",
+        *(f"        {line}" for line in values),
+        "    return plan, T, N",
+    ])  # fmt: skip
 
 
 class Runner:
-    """Runs one node's calls: warm ones through the plan cache, cold ones through validation."""
+    """Runs one node's calls: warm ones through the plan cache, cold ones through validation.
+
+    find(ins, request): the plan of a call, with T and N; raises before anything runs.
+    key(ins, request): the plan's key, with T and N.
+    """
 
     def __init__(self, node: Node, op_names: bool = True) -> None:
         self.node, self.op_names = node, op_names
         self.label = node.op if op_names else node.name
-        # Dispatch tells devices of different kinds apart before an operator gets here; of a
-        # graph's buffers nothing is known.
-        source = _key_source(node, "get_device()" if op_names else "device")
-        self.key = compiled_source(source, f"<lagraph {node.name} key>", {"layout": layout_class})[
-            "key"
-        ]
         self.plans: dict[Any, Plan] = {}
         self._lock = threading.Lock()
-        self._offsets = node.input_names.index("cu_seqlens")
-        self._slots = (
-            node.input_names.index("state_indices") if "state_indices" in node.port else -1
-        )
-        self.state_at = node.input_names.index("initial_state") if self._slots >= 0 else -1
+        pool = "state_indices" in node.port
+        self.state_at = node.input_names.index("initial_state") if pool else -1
+        scope = {
+            "MISFIT": MISFIT, "build": self._build, "check_offsets": infer.check_offsets,
+            "check_slots": infer.check_slots, "infer": infer, "label": self.label,
+            "layout": layout_class, "plans": self.plans, "refuse": self._refuse,
+        }  # fmt: skip
+        made = compiled_source(_key_source(node), f"<lagraph {node.name} key>", scope)
+        self.find: Callable[[Sequence[Any], Request], tuple[Plan, int, int]] = made["find"]
+        self.key: Callable[[Sequence[Any], Request], tuple[Any, int, int]] = made["key"]
 
-    def find(self, ins: Sequence[Any], req: Request) -> tuple[Plan, int, int]:
-        """The plan of a call, with T and N. Raises before anything runs."""
-        try:
-            found = self.key(req, *ins)
-        except (AttributeError, IndexError, TypeError, ValueError):
-            found = None  # a missing tensor or a wrong rank: validation says which
-        if found is None:
-            self.bind(ins, req)
-            raise RuntimeError(f"{self.label}: key and validation disagree; please report this")
-        key, T, N = found
-        plan = self.plans.get(key) or self._build(ins, req, key)
-        offsets = ins[self._offsets]
-        if infer.VALIDATE or not offsets.is_cuda:
-            infer.check_offsets(offsets.tolist(), T, self.label)
-            if self._slots >= 0 and ins[self._slots] is not None:
-                rows = ins[self.state_at].shape[0]
-                infer.check_slots(ins[self._slots].tolist(), rows, self.label)
-        return plan, T, N
+    def _refuse(self, ins: Sequence[Any], req: Request) -> NoReturn:
+        self.bind(ins, req)
+        raise RuntimeError(f"{self.label}: key and validation disagree; please report this")
 
     def __call__(self, ins: Sequence[Any], req: Request) -> tuple[Any, ...]:
         """Outputs of one call, None where an output is absent."""
         plan, T, N = self.find(ins, req)
-        outs = plan.allocate(ins, T, N)
-        size = plan.workspace(T, N)
-        work = torch.empty(size, dtype=torch.uint8, device=plan.device) if size else None
-        plan.run(ins, outs, work)
-        return outs
+        return plan.call(ins, T, N)
 
     def bind(self, ins: Sequence[Any], req: Request) -> Bound:
         """Full validation, in the caller's names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,13 +77,3 @@ class Problem:
     def io_dtype(self) -> torch.dtype:
         """Dtype of the token tensors (q or, where there is no q, k)."""
         return self.dtypes["q"] if "q" in self.dtypes else self.dtypes["k"]
-
-    def describe(self) -> dict[str, Any]:
-        """Plain data for messages and reports."""
-        return {
-            "family": self.family,
-            "direction": self.direction,
-            **dict(self.sizes),
-            "dtypes": {k: str(v).removeprefix("torch.") for k, v in self.dtypes.items()},
-            "options": dict(vars(self.options)),
-        }

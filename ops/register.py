@@ -12,16 +12,18 @@ tensors; Meta infers; vmap is refused.
 from __future__ import annotations
 
 from functools import lru_cache
-from operator import index
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch.autograd import forward_ad
 
 from lagraph import infer, plan, select
-from lagraph.errors import DtypeMismatch, NotDifferentiable, RuleBroken
-from lagraph.plan import Runner, compiled_source, metas_of, parse_request, request
+from lagraph.errors import NotDifferentiable
+from lagraph.ops.function import public
+from lagraph.ops.mode import PLAIN, busy
+from lagraph.plan import Plan, Request, Runner, metas_of, parse_request, request
 from lagraph.problem import DIRECTIONS
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from lagraph.node import Family, Node
 
-__all__ = ["public", "register"]
+__all__ = ["Operator", "register"]
 
 _LIB = torch.library.Library("lagraph", "DEF")
 _DONE: dict[str, dict[str, Callable[..., Any]]] = {}
@@ -41,15 +43,15 @@ def register(family: Family) -> dict[str, Callable[..., Any]]:
     functions = _DONE.get(family.name)
     if functions is None:
         forward = family.node("forward")
-        operators = {d: _Operator(family.node(d)) for d in DIRECTIONS}
-        in_place = _Operator(forward, in_place=True)
+        operators = {d: Operator(family.node(d)) for d in DIRECTIONS}
+        in_place = Operator(forward, in_place=True)
         functions = _DONE[family.name] = {
             family.node(d).op: public(operators[d], in_place) for d in DIRECTIONS if d != "backward"
         }
     return functions
 
 
-class _Operator:
+class Operator:
     """One registered operator: a node, or the in-place form of a forward."""
 
     def __init__(self, node: Node, in_place: bool = False) -> None:
@@ -61,8 +63,14 @@ class _Operator:
         self.returns = [o for o in node.outputs if not (in_place and o.name == "final_state")]
         self._kept = [node.outputs.index(out) for out in self.returns]
         self._pad = (None,) * (len(node.inputs) - len(self.ports))
-        self._requests: dict[str, plan.Request] = {}
+        self._requests: dict[str, Request] = {}
         self.function: type[torch.autograd.Function] | None = None
+        if node.direction == "forward" and not in_place:
+            self.function = _differentiable(self)
+        elif node.direction == "backward":
+            self.function = _once(self)
+        # `Function.apply` without its care for torch.func, under which no call is direct.
+        self.apply = self.function and super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
         self._register()
         self.op = getattr(torch.ops.lagraph, self.name).default
 
@@ -90,17 +98,25 @@ class _Operator:
 
     def run(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """The kernel of every backend: find the plan, run it."""
-        text = args[-1]
-        req = self._requests.get(text) or self._request(text)
-        outs: Sequence[Any] = self.runner(args[:-1] + self._pad, req)
+        outs: Sequence[Any] = self.direct(args[:-1] + self._pad, self.request(args[-1]))
         if self.in_place:
-            state = args[self.runner.state_at]
-            if not state.is_inference():
-                torch.autograd.graph.increment_version(state)
             outs = [outs[i] for i in self._kept]
         return tuple([args[0].new_empty(0) if out is None else out for out in outs])
 
-    def _request(self, text: str) -> plan.Request:
+    def direct(self, ins: Sequence[Any], req: Request) -> tuple[Any, ...]:
+        """The same without a crossing of the boundary: node's inputs to its outputs, or None."""
+        outs = self.runner(ins, req)
+        if self.in_place:
+            state = ins[self.runner.state_at]
+            if not state.is_inference():
+                torch.autograd.graph.increment_version(state)
+        return outs
+
+    def request(self, text: str) -> Request:
+        """The request of an operator's text."""
+        return self._requests.get(text) or self._request(text)
+
+    def _request(self, text: str) -> Request:
         if len(self._requests) >= plan.REQUESTS:
             self._requests.clear()
         found = self._requests[text] = parse_request(self.node, text)
@@ -141,14 +157,7 @@ class _Operator:
 
     def autograd(self) -> Callable[..., Any]:
         """The kernel under the Autograd key."""
-        if self.node.direction == "forward" and not self.in_place:
-            function = _differentiable(self)
-        elif self.node.direction == "backward":
-            function = _once(self)
-        else:
-            function = None
-        refuse = self.in_place
-        self.function = function
+        function, refuse = self.function, self.in_place
 
         def run(*args: Any) -> Any:
             if forward_ad._current_level >= 0 and (function is not None or refuse):
@@ -162,7 +171,7 @@ class _Operator:
                                 f"gradients with backward() or torch.autograd.grad."
                             )
                         if function is not None:
-                            return function.apply(*args)
+                            return function.apply(False, self.request(args[-1]), *args[:-1])
                         raise NotDifferentiable(
                             f"{self.node.op}: overwrite_initial_state and state_indices are for "
                             f"inference. Call under torch.no_grad(), or drop them."
@@ -183,62 +192,76 @@ def refuse_tangents(node: Node, args: Sequence[Any]) -> None:
             )
 
 
-def _differentiable(operator: _Operator) -> type[torch.autograd.Function]:
+def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd formula of a forward: the backward node on the saved tensors."""
     node = operator.node
     back = node.family.node("backward")
+    back_runner = plan.runner(back.name)
     names = [port.name for port in operator.ports]
     outs = [out.name for out in operator.returns]
-    keep_pre = "O_pre" in outs
-    at_o, at_s, at_rows = (outs.index(n) for n in ("O", "final_state", "state_checkpoints"))
+    at_q, at_v, at_g = (names.index(n) for n in "qvg")
+    at_z = names.index("z") if "O_pre" in outs else -1
     grads = {port.name: i for i, port in enumerate(p for p in back.inputs if p.grad)}
     order = [grads.get(name, -1) for name in names]
-    saved = [*names, "state_checkpoints", *(["O_pre"] if keep_pre else [])]
-    # Where each argument of the backward comes from: a saved tensor, dO or d_final_state.
-    source = [saved.index(port) if port in saved else port for port in back.input_names]
+    pad, find = operator._pad, operator.runner.find
+    saved = [*names, "state_checkpoints", "O_pre", "dO", "d_final_state"]
+    source = [saved.index(port) for port in back.input_names]
 
     class Forward(torch.autograd.Function):
-        """Runs below autograd; saves the inputs alone (and, for z, the output before the gate)."""
+        """Saves the inputs alone (and checkpoints and, for z, the output before the gate).
+
+        direct: run the plan from here, below autograd; else the operator, which modes see. The
+        operator returns all its outputs, a direct call no absent ones after the last that exists.
+        """
 
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-            *ins, text = args
-            req = parse_request(node, text)
-            if req.plan_name is not None or ins[0].is_cuda:
-                _refuse_early(operator, ins, req)
-            call = text
-            if keep_pre and ins[names.index("z")] is not None:
-                call = _with(node, text, output_pre_gate=True)
-            with below_autograd():
-                results = operator.op(*ins, call)
-            rows = results[at_rows] if req.every else None
-            extra = [rows]
-            if keep_pre:
-                extra.append(results[outs.index("O_pre")] if call is not text else None)
-            ctx.save_for_backward(*ins, *extra)
-            ctx.text = req.to("backward").text
-            ctx.shape, ctx.dtype = results[at_o].shape, results[at_o].dtype
-            plain = [results[at_rows]]
-            if not (req.options.output_final_state or req.options.overwrite_initial_state):  # type: ignore[attr-defined]
-                plain.append(results[at_s])
-            if keep_pre:
-                plain.append(results[outs.index("O_pre")])
-            ctx.mark_non_differentiable(*plain)
+        def forward(ctx: Any, direct: bool, req: Request, *ins: Any) -> tuple[torch.Tensor, ...]:
+            gated = at_z >= 0 and ins[at_z] is not None
+            made = _gated(req) if gated else req
+            results: tuple[Any, ...]
+            if direct:
+                full = ins + pad
+                ready, T, N = find(full, made)
+                if (ready.cuda or made.plan_name) and ready not in _SERVED:
+                    _refuse_early(operator, full, made)
+                    _SERVED.add(ready)
+                results = ready.call(full, T, N)
+            else:
+                if made.plan_name or ins[0].is_cuda:
+                    _refuse_unknown(operator, ins + pad, made)
+                with below_autograd():
+                    results = operator.op(*ins, made.text)
+            rows = results[2] if made.every else None
+            ctx.save_for_backward(*ins, rows, results[3] if gated else None)
+            ctx.request = made
             ctx.set_materialize_grads(False)
+            if direct and rows is None:
+                return results[:2] if made.final else results[:1]
+            if direct:
+                results = (results[0], results[1] if made.final else ins[0].new_empty(0), rows)
+            ctx.mark_non_differentiable(*results[2 if made.final else 1 :])
             return results
 
         @staticmethod
         def backward(ctx: Any, *grad: Any) -> tuple[torch.Tensor | None, ...]:
             tensors = ctx.saved_tensors
-            d_out, d_state = grad[at_o], grad[at_s]
+            d_out, d_state = grad[0], grad[1] if len(grad) > 1 else None
             if d_out is None:
-                d_out = tensors[0].new_zeros(ctx.shape, dtype=ctx.dtype)
-            named = {"dO": _dense_rows(d_out), "d_final_state": _dense_rows(d_state)}
-            args = [tensors[s] if isinstance(s, int) else named.get(s) for s in source]
-            results = getattr(torch.ops.lagraph, back.op).default(*args, ctx.text)
-            needs = ctx.needs_input_grad
-            return (*(results[i] if i >= 0 and needs[j] else None for j, i in enumerate(order)),
-                    None)  # fmt: skip
+                q, v, g = tensors[at_q], tensors[at_v], tensors[at_g]
+                d_out = q.new_zeros((*g.shape[:2], v.shape[-1]))
+            given = (*tensors, _dense_rows(d_out), _dense_rows(d_state))
+            args, req = [given[at] for at in source], ctx.request.to("backward")
+            # Batched gradients (`is_grads_batched`) have no storage, and are no transform.
+            plain = torch._C._has_storage(d_out) and all(
+                x is None or type(x) in PLAIN for x in args
+            )
+            if torch.is_grad_enabled() or busy() or not plain:
+                results = getattr(torch.ops.lagraph, back.op).default(*args, req.text)
+            else:
+                results = back_runner(args, req)
+            needs = ctx.needs_input_grad[2:]
+            return (None, None, *(results[i] if i >= 0 and need else None
+                                  for i, need in zip(order, needs)))  # fmt: skip
 
     return Forward
 
@@ -250,16 +273,16 @@ def _dense_rows(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.contiguous()
 
 
-def _once(operator: _Operator) -> type[torch.autograd.Function]:
+def _once(operator: Operator) -> type[torch.autograd.Function]:
     """A backward that runs, but refuses to be differentiated."""
 
     class Backward(torch.autograd.Function):
         """The gradients' own gradient is an error."""
 
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        def forward(ctx: Any, direct: bool, req: Request, *ins: Any) -> tuple[torch.Tensor, ...]:
             with below_autograd():
-                return operator.op(*args)
+                return operator.op(*ins, req.text)
 
         @staticmethod
         def backward(ctx: Any, *grad: Any) -> Any:
@@ -272,32 +295,36 @@ def _once(operator: _Operator) -> type[torch.autograd.Function]:
 
 
 @lru_cache(maxsize=256)
-def _with(node: Node, text: str, **changes: Any) -> str:
-    """The text of a request with some options changed."""
-    req = parse_request(node, text)
+def _gated(req: Request) -> Request:
+    """The request of a forward that keeps the output before the gate."""
     return request(
-        node, {**dict(req.options), **changes}, plan_name=req.plan_name,
+        req.node, {**dict(req.options), "output_pre_gate": True}, plan_name=req.plan_name,
         checkpoint_dtype=req.checkpoint_dtype,
-    ).text  # fmt: skip
+    )  # fmt: skip
 
 
-_SERVED: set[Any] = set()
+_SERVED: WeakSet[Plan] = WeakSet()  # plans of forwards whose backward has an engine, too
 
 
-def _refuse_early(operator: _Operator, ins: Sequence[Any], req: plan.Request) -> None:
-    """Refuse at the forward call what no engine, or not the pinned one, could differentiate."""
-    full = (*ins, *operator._pad)
+def _refuse_unknown(operator: Operator, full: Sequence[Any], req: Request) -> None:
+    """Refuse early, unless the plan of the call is known to be served."""
     try:
-        found = operator.runner.key(req, *full)
-    except (AttributeError, IndexError, TypeError, ValueError):
+        ready = operator.runner.plans.get(operator.runner.key(full, req)[0])
+    except plan.MISFIT:
         return  # the call itself says what is wrong
-    if found is None or (operator.name, found[0]) in _SERVED:
-        return
+    if ready is None or ready not in _SERVED:
+        _refuse_early(operator, full, req)
+        if ready is not None:
+            _SERVED.add(ready)
+
+
+def _refuse_early(operator: Operator, full: Sequence[Any], req: Request) -> None:
+    """Refuse at the forward call what no engine, or not the pinned one, could differentiate."""
     node = operator.node
     _, bound = operator.runner.problem(full, req)
     back = node.family.node("backward")
     given: dict[str, Any] = dict(zip(node.input_names, metas_of(full), strict=True))
-    device = ins[0].device
+    device = full[0].device
     for name, out in (("dO", "O"), ("d_final_state", "final_state"),
                       ("state_checkpoints", "state_checkpoints")):  # fmt: skip
         if out in bound.outputs:
@@ -307,154 +334,3 @@ def _refuse_early(operator: _Operator, ins: Sequence[Any], req: plan.Request) ->
     bound = infer.bind(back, metas, backward.options, label=node.op, op_names=True)
     problem = plan.problem_of(back, bound, backward.options, metas)
     select.select(problem, plan.pinned(backward))
-    _SERVED.add((operator.name, found[0]))
-
-
-# The public functions --------------------------------------------------------------------------
-
-
-def refuse_types(node: Node, names: Sequence[str], values: Sequence[Any]) -> None:
-    """Say which argument is not a tensor."""
-    for name, value in zip(names, values, strict=True):
-        port = next(p for p in node.inputs if p.op_name == name)
-        if isinstance(value, torch.Tensor) or (value is None and port.optional):
-            continue
-        if value is None:
-            raise RuleBroken(node.op, name, expected="a tensor", got="None", mend=f"Pass {name}")
-        raise DtypeMismatch(
-            node.op, name, expected="a torch.Tensor", got=type(value).__name__,
-            mend=f"Convert it with torch.as_tensor({name})",
-        )  # fmt: skip
-
-
-def static(value: Any) -> Any:
-    """A number that Dynamo holds as a symbol, made a constant (the graph is guarded on it)."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, float):
-        return float.fromhex(value.hex())
-    return index(value) if isinstance(value, int) else value
-
-
-def _interner(node: Node, names: Sequence[str], fixed: dict[str, Any]) -> Callable[..., str]:
-    """A cached function from option values to the canonical text of their request."""
-    to_attr = {attr.op_name: attr.name for attr in node.attrs}
-
-    def intern(*values: Any) -> str:
-        given = dict(zip(names, values, strict=True))
-        plan_name = given.pop("plan_name", None)
-        dtype = given.pop("checkpoint_dtype", None)
-        chosen = {to_attr[name]: value for name, value in given.items()} | fixed
-        return request(
-            node, chosen, plan_name=plan_name, checkpoint_dtype=dtype, label=node.op, op_names=True
-        ).text
-
-    cached = lru_cache(maxsize=1024, typed=True)(intern)
-
-    def text(*values: Any) -> str:
-        try:
-            return cached(*values)
-        except TypeError:
-            return intern(*values)  # unhashable values: validation says which
-
-    # What torch.compiler.assume_constant_result sets; calling it would import all of Dynamo.
-    text._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return text
-
-
-def _static(node: Node, options: Sequence[str]) -> list[str]:
-    """Source that makes numbers static while a compiler traces."""
-    kinds = {attr.op_name: attr.type for attr in node.attrs}
-    numbers = [name for name in options if kinds.get(name) in (int, float, float | None)]
-    if not numbers:
-        return []
-    values = ", ".join(f"static({name})" for name in numbers)
-    return ["    if is_compiling():", f"        {', '.join(numbers)}, = {values},"]
-
-
-def public(operator: _Operator, in_place: _Operator) -> Callable[..., Any]:
-    """The public function of an operator: an explicit signature, generated, over one call of it.
-
-    What the Autograd key would find out in Python is decided before the call, where nothing but
-    plain eager mode is active: it saves a crossing of the boundary.
-    """
-    from lagraph.doc import op_docstring, signature
-
-    node = operator.node
-    family, forward = node.family, node.direction == "forward"
-    order = [name for name in family.op_order[node.direction] if name != "*"]
-    ports = {port.op_name: port for port in node.inputs}
-    tensors = [name for name in order if name in ports]
-    options = [name for name in order if name not in ports]
-    fixed = {} if forward or "output_transition" in options else {"output_transition": True}
-
-    def arguments(skip: str = "") -> str:
-        names = [p.op_name for p in node.inputs if p.role != skip]
-        return ", ".join(family.op_fill.get(n, n) if n not in tensors else n for n in names)
-
-    required = [n for n in tensors if not ports[n].optional]
-    optional = [n for n in tensors if ports[n].optional]
-    checks = [f"isinstance({n}, Tensor)" for n in required]
-    checks += [f"({n} is None or isinstance({n}, Tensor))" for n in optional]
-    body = [
-        f"    if not ({' and '.join(checks)}):",
-        f"        refuse_types(node, {tensors!r}, ({', '.join(tensors)},))",
-        *_static(node, options),
-        f"    options = intern({', '.join(options)})",
-    ]
-    scope: dict[str, Any] = {
-        "Tensor": torch.Tensor,
-        "is_compiling": torch.compiler.is_compiling,
-        "static": static,
-        "intern": _interner(node, options, fixed),
-        "node": node,
-        "refuse_types": refuse_types,
-        "op": operator.op,
-    }
-    if forward:
-        if operator.function is None:
-            raise RuntimeError(f"{node.op}: no autograd formula")
-        scope |= {
-            "op_inplace": in_place.op,
-            "differentiable": operator.function.apply,
-            "below_autograd": below_autograd,
-            "is_grad_enabled": torch.is_grad_enabled,
-            "transforms": torch._C._are_functorch_transforms_active,
-            "forward_ad": forward_ad,
-            "autocast": torch._C._is_any_autocast_enabled,
-        }
-        floating = [n for n in tensors if ports[n].grad and not ports[n].optional]
-        maybe = [n for n in tensors if ports[n].grad and ports[n].optional]
-        needs = [f"{n}.requires_grad" for n in floating]
-        needs += [f"({n} is not None and {n}.requires_grad)" for n in maybe]
-        body += [
-            "    if state_indices is None and not overwrite_initial_state:",
-            "        if is_compiling() or transforms() or autocast() or "
-            "forward_ad._current_level >= 0:",
-            f"            out = op({arguments('pool')}, options)",
-            f"        elif is_grad_enabled() and ({' or '.join(needs)}):",
-            f"            out = differentiable({arguments('pool')}, options)",
-            "        else:",
-            "            with below_autograd():",
-            f"                out = op({arguments('pool')}, options)",
-            "        O, final_state, rows = out[0], out[1], out[2]",
-            "    else:",
-            f"        out = op_inplace({arguments()}, options)",
-            "        O, rows = out[0], out[1]",
-            "        kept = output_final_state or overwrite_initial_state",
-            "        final_state = initial_state if kept else initial_state.new_empty(0)",
-            "    return (O, final_state, rows) if checkpoint_every_n_tokens else (O, final_state)",
-        ]
-    elif fixed:
-        body.append(f"    return op({arguments()}, options)")
-    else:
-        body += [
-            f"    state, transition = op({arguments()}, options)",
-            "    return (state, transition) if output_transition else state",
-        ]
-    head = f"def {node.op}({signature(node)}):"
-    source = "\n".join([head, *body]) + "\n"
-    function = compiled_source(source, f"<lagraph {node.op}>", scope)[node.op]
-    function.__module__ = "lagraph.ops"
-    function.__doc__ = op_docstring(node)
-    return function

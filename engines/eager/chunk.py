@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Update", "run_chunks"]
 
+LEAF = 16  # rows of the triangles that are solved by substitution
+
 
 @dataclass(slots=True)
 class Update:
@@ -60,6 +62,14 @@ def _write(r: torch.Tensor, k: torch.Tensor, left: torch.Tensor | None) -> torch
     return _group(r if left is None else r * left, k.shape[1]).mT @ k
 
 
+def _add_write(
+    s: torch.Tensor, r: torch.Tensor, k: torch.Tensor, left: torch.Tensor | None
+) -> None:
+    """Add `_write` to states [B, HO, V, K]."""
+    r = _group(r if left is None else r * left, k.shape[1])
+    s.view(-1, r.shape[3], s.shape[3]).baddbmm_(r.flatten(0, 1).mT, k.flatten(0, 1))
+
+
 def _read(k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """k s^T, [B, HO, C, V], for k [B, h, C, K] and s [B, HO, V, K]."""
     y = k @ _stack(s, k.shape[1]).mT
@@ -79,6 +89,23 @@ def _split(
     return (grad * factor).unflatten(1, split).sum(2), dfactor
 
 
+def _inverse(a: torch.Tensor) -> torch.Tensor:
+    """(I + A)^-1 for A [B, C, C], of which only what is below the diagonal counts.
+
+    Blocks on the diagonal by substitution, what is below them from two products.
+    """
+    half = a.shape[1] // 2
+    if half < LEAF:
+        eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand_as(a)
+        return torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    blocks = torch.cat((a[:, :half, :half], a[:, half:, half:]))
+    upper, lower = _inverse(blocks).chunk(2)
+    inverse = torch.zeros_like(a)
+    inverse[:, :half, :half], inverse[:, half:, half:] = upper, lower
+    torch.neg(lower @ (a[:, half:, :half] @ upper), out=inverse[:, half:, :half])
+    return inverse
+
+
 class Solve(torch.autograd.Function):
     """(I + A)^-1 u and (I + A)^-1 w; of A [B, HO, C, C] what is below the diagonal counts.
 
@@ -87,8 +114,7 @@ class Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, u: torch.Tensor, w: torch.Tensor) -> Any:
-        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-        inverse = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+        inverse = _inverse(a.flatten(0, 1)).view_as(a)
         u, w = inverse @ u, inverse @ w
         ctx.save_for_backward(inverse, u, w)
         return u, w
@@ -121,6 +147,9 @@ class Scan(torch.autograd.Function):
     ) -> Any:
         # Applied twice: where exp(total) overflows, a state of 0 remains 0.
         half = bounded_exp(0.5 * total)
+        factors: tuple[torch.Tensor, ...] = (half, half)
+        if total.device.type == "cpu" and (whole := half * half).isfinite().all():
+            factors = (whole,)
         # Level after level; a level's new states land where the next level reads them.
         states = s.new_empty(len(u) + len(s), *s.shape[1:])
         states[: len(s)] = s
@@ -130,12 +159,15 @@ class Scan(torch.autograd.Function):
         levels = list(pairwise(accumulate(counts, initial=0)))
         for (a, b), rest in zip(levels, (*counts[1:], 0), strict=True):
             now, new = states[a:b], states[b : 2 * b - a]
+            torch.mul(now, factors[0][a:b], out=new)
+            for factor in factors[1:]:
+                new *= factor[a:b]
             if w is None:
-                write = writes[a:b]
+                new += writes[a:b].view_as(new)
             else:
-                torch.sub(u[a:b], w[a:b] @ now.mT, out=r[a:b])
-                write = _write(r[a:b], k[a:b], None if left is None else left[a:b])
-            torch.addcmul(write.view_as(now), now * half[a:b], half[a:b], out=new)
+                torch.baddbmm(u[a:b].flatten(0, 1), w[a:b].flatten(0, 1), now.flatten(0, 1).mT,
+                              alpha=-1, out=r[a:b].flatten(0, 1))  # fmt: skip
+                _add_write(new, r[a:b], k[a:b], None if left is None else left[a:b])
             end[rest : b - a] = new[rest:]
         entry = states[: len(u)]
         ctx.levels = levels

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE", "EagerEngine", "EagerPlan"]
 
-CHUNK = 64
+# Rows of a chunk by default. The work inside a chunk grows with its rows, and the delta rule has
+# more of it; the states between chunks cost more the more there are.
+CHUNK = {"delta": 32, "plain": 64}
 SUBTOKEN_PORTS = ("k", "v", "beta", "dK", "dV", "dBeta")
 
 
@@ -63,7 +65,8 @@ class EagerEngine:
 
     def plan(self, problem: Problem, knobs: Mapping[str, int | str]) -> EagerPlan:
         """A plan for this problem."""
-        return EagerPlan(problem, int(knobs.get("chunk", CHUNK)))
+        rows = CHUNK["delta" if problem.traits.delta else "plain"]
+        return EagerPlan(problem, int(knobs.get("chunk", rows)))
 
 
 ENGINE = EagerEngine()

@@ -33,9 +33,9 @@ PARAMS = ("a_log", "dt_bias", "a", "d")
 GRADS = {"q": "dQ", "k": "dK", "v": "dV", "g": "dG", "beta": "dBeta", "w": "dW", "z": "dZ",
          "a_log": "d_a_log", "dt_bias": "d_dt_bias", "a": "dA", "d": "dD"}  # fmt: skip
 # Numbers that a tile's largest tensors hold: enough to keep the cores busy, within the caches.
-TILE_NUMBERS = 1 << 22
+TILE_NUMBERS = 1 << 21
 # Tiles that the backward keeps recorded at a time.
-HELD_TILES = 4
+HELD_TILES = 8
 
 
 class Scanner:
@@ -280,7 +280,10 @@ def _scaled(x: torch.Tensor | None, scale: float, norm: bool) -> torch.Tensor | 
     """scale x, or scale x / |x|."""
     if x is None or (scale == 1.0 and not norm):
         return x
-    return x * (scale * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() if norm else scale)
+    if norm:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * (scale * (length.square() + 1e-6).rsqrt())
+    return x * scale
 
 
 def _expand(x: torch.Tensor | None, heads: int) -> torch.Tensor | None:

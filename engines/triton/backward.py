@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagraph.engines.triton.config import SMALL_SHARED
-from lagraph.engines.triton.kernels.gradient import gradient_head_kernel, gradient_key_kernel
+from lagraph.engines.triton.kernels.gradient import (
+    beta_key_kernel,
+    gradient_head_kernel,
+    gradient_key_kernel,
+    products_key_kernel,
+)
 from lagraph.engines.triton.kernels.reduce import fold_kernel, total_kernel
 from lagraph.engines.triton.kernels.reverse import reverse_kernel
 from lagraph.engines.triton.kernels.scan import span_decay_kernel
@@ -48,6 +53,7 @@ class Tiles:
     block_v: int
     warps: int
     stages: int
+    registers: int | None
 
 
 def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Tiles:
@@ -56,11 +62,14 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Tiles:
     wide = problem.io_dtype.itemsize == 4
     small = wide or problem.arch in SMALL_SHARED
     key_gate = problem.traits.gate == "key"
+    # Chunks of 32 rows feed two warps.
+    warps, block_k = (4, 32) if wide else (2, 16 if key_gate else 32)
     return Tiles(
-        block_k=min(size["K"], int(knobs.get("gradient_k", 32 if small or key_gate else 64))),
+        block_k=min(size["K"], int(knobs.get("gradient_k", block_k))),
         block_v=min(size["V"], int(knobs.get("gradient_v", 32 if small else 64))),
-        warps=int(knobs.get("gradient_warps", 8)),
+        warps=int(knobs.get("gradient_warps", warps)),
         stages=int(knobs.get("gradient_stages", 1 if small else 2)),
+        registers=int(knobs.get("gradient_registers", 0)) or None,
     )
 
 
@@ -73,6 +82,14 @@ class _BackPlan(_Plan):
         every = getattr(problem.options, "checkpoint_every_n_tokens", 0) or 0
         # Chunks need not divide the checkpoints' cadence here.
         options = SimpleNamespace(**{**vars(problem.options), "checkpoint_every_n_tokens": 0})
+        # At most 32 steps a chunk: two blocks of 16 leave few levels of pairs, and the gradient
+        # kernels' products stay too small for wgmma, which Triton 3.6 gets wrong in them.
+        size = problem.sizes
+        most = 16 if problem.io_dtype.itemsize == 4 and max(size["K"], size["V"]) > 128 else 32
+        knobs = {**knobs, "chunk": min(int(knobs.get("chunk", most)), most)}
+        if problem.io_dtype.itemsize == 2:
+            narrow = {"block_k": 16} if problem.traits.gate == "key" else {}
+            knobs = {"factor_warps": 1 if narrow else 2, **narrow, **knobs}
         super().__init__(replace(problem, options=options), knobs)
         self.every = every
         self.erase_key = problem.traits.erase == "key"
@@ -179,12 +196,18 @@ class BackwardPlan(_BackPlan):
         if self.delta:
             self.scratch.append(Scratch("values", heads * c * self.V, io))
         self.scratch.append(Scratch("dvalues", heads * c * self.V, io))
+        # Partial sums a chunk: one, or one a K-block.
+        self.partials = self.K // self.tiles.block_k if self.key_gate else 1
+        if self.key_gate:
+            self.scratch.append(Scratch("sums", heads * 2 * c, torch.float32))
+            if not self.erase_key:
+                self.scratch.append(Scratch("erased", heads * self.partials * c, torch.float32))
         # Parameters that are present and wanted: elements.
         self.parameters = {
             name: heads * self._width(name) for name, of in PARAMETERS.items() if problem.has(of)
         }
         for name, elements in self.parameters.items():
-            self.scratch.append(Scratch(name, elements, torch.float32))
+            self.scratch.append(Scratch(name, elements * self._rows(name), torch.float32))
         # What one program cannot finish: (output, input, heads, dim, substeps, norm).
         self.folds = []
         for out, of, count, dim, subs, norm in (
@@ -198,6 +221,10 @@ class BackwardPlan(_BackPlan):
         self.make_pre = problem.has("z") and not problem.has("O_pre")
         if self.make_pre:
             self.rows.append(Scratch("O_pre", heads * self.V, io))
+
+    def _rows(self, name: str) -> int:
+        """Rows of partial sums a chunk of a parameter."""
+        return self.partials if name == "d_a_log" else 1
 
     def _width(self, name: str) -> int:
         """Elements a head of a parameter."""
@@ -237,7 +264,7 @@ class BackwardPlan(_BackPlan):
         for name, elements in self.parameters.items():
             if (total := y[name]) is not None:
                 total_kernel[(-(-elements // columns),)](
-                    ws[name], total, slots, elements, B=columns, R=rows
+                    ws[name], total, slots * self._rows(name), elements, B=columns, R=rows
                 )
 
     def fold_heads(
@@ -287,7 +314,8 @@ class BackwardPlan(_BackPlan):
         partial_d = ws.get("dD")  # written whenever there is a D
         gradient_head_kernel[(slots * self.HO,)](
             q, k, v, g, beta, x.get("a_log"), x.get("dt_bias"), x.get("a"), d, z, pre, dout,
-            ws["rows"], ws.get("values"), ws["dvalues"], ws["states"], ws["dstates"],
+            ws["rows"], ws["scores"], ws.get("inverse"),
+            ws.get("values"), ws["dvalues"], ws["states"], ws["dstates"],
             y["dQ"], y["dK"], y["dV"], y["dG"], y.get("dBeta"), y.get("dZ"),
             y.get("d_a_log"), y.get("d_dt_bias"), y.get("dA"), partial_d, cu,
             N, T, self.scale, self.lower, self.dt_min, self.dt_max, cu.stride(0),
@@ -300,6 +328,7 @@ class BackwardPlan(_BackPlan):
             DELTA=self.delta, NORM=self.norm, **self.activation,
             SOFTPLUS=bool(getattr(options, "dt_softplus", False)), D_CHANNEL=wide_d,
             PREC=config.precision, num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=tiles.registers,
         )  # fmt: skip
 
     def gradient_key(
@@ -307,19 +336,34 @@ class BackwardPlan(_BackPlan):
     ) -> None:
         config, tiles = self.config, self.tiles
         q, k, v, w, g, beta = (x.get(name) for name in ("q", "k", "v", "w", "g", "beta"))
-        dout, cu = x["dO"], x["cu_seqlens"]
-        gradient_key_kernel[(slots * self.HO,)](
-            q, k, v, w, g, beta, x.get("a_log"), x.get("dt_bias"), dout,
-            ws["values"], ws["dvalues"], ws["states"], ws["dstates"],
-            y["dQ"], y["dK"], y["dV"], y.get("dW"), y["dG"], y["dBeta"],
-            y.get("d_a_log"), y.get("d_dt_bias"), cu, N, T, self.scale, self.lower, cu.stride(0),
-            *_strides(2, q), *_strides(2, k), *_strides(2, v), *_strides(2, w), *_strides(2, g),
-            *_strides(2, beta), *_strides(2, dout), *_strides(2, y["dQ"]), *_strides(2, y["dK"]),
-            *_strides(2, y["dV"]), *_strides(2, y.get("dW")), *_strides(2, y["dG"]),
-            *_strides(2, y["dBeta"]),
-            HV=self.HV, K=self.K, V=self.V, C=config.chunk, **self.heads,
-            BK=tiles.block_k, BV=tiles.block_v, GATE=self.gate_kind, ERASE_KEY=self.erase_key,
-            GUARD=bool(getattr(self.problem.options, "beta_guard", False)), NORM=self.norm,
-            **self.activation, PREC=config.precision,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+        dout, cu, grid = x["dO"], x["cu_seqlens"], slots * self.HO
+        blocks = self.K // tiles.block_k
+        shape = {"HO": self.HO, "C": config.chunk, **self.activation}
+        tall = {"HV": self.HV, "V": self.V, "BV": tiles.block_v, "ERASE_KEY": self.erase_key}
+        products_key_kernel[(grid,)](
+            v, w, beta, dout, ws["scores"], ws["inverse"], ws["values"], ws["dvalues"],
+            y["dV"], y.get("dW"), ws["sums"], cu, N, T, cu.stride(0),
+            *_strides(2, v), *_strides(2, w), *_strides(2, beta), *_strides(2, dout),
+            *_strides(2, y["dV"]), *_strides(2, y.get("dW")),
+            **shape, **tall, PREC=config.precision, num_warps=4, num_stages=tiles.stages,
         )  # fmt: skip
+        gradient_key_kernel[(grid * blocks,)](
+            q, k, v, g, beta, x.get("a_log"), x.get("dt_bias"), dout,
+            ws["gates"], ws["scores"], ws["inverse"], ws["values"], ws["dvalues"],
+            ws["states"], ws["dstates"], ws["sums"], y["dQ"], y["dK"], y["dG"], y["dBeta"],
+            ws.get("erased"), y.get("d_a_log"), y.get("d_dt_bias"), cu, N, T,
+            self.scale, self.lower, cu.stride(0),
+            *_strides(2, q), *_strides(2, k), *_strides(2, v), *_strides(2, g),
+            *_strides(2, beta), *_strides(2, dout), *_strides(2, y["dQ"]), *_strides(2, y["dK"]),
+            *_strides(2, y["dG"]), *_strides(2, y["dBeta"]),
+            H=self.heads["H"], HK=self.heads["HK"], K=self.K, BK=tiles.block_k,
+            **shape, **tall, GATE=self.gate_kind,
+            GUARD=bool(getattr(self.problem.options, "beta_guard", False)), NORM=self.norm,
+            PREC=config.precision, num_warps=tiles.warps, num_stages=tiles.stages,
+            maxnreg=tiles.registers,
+        )  # fmt: skip
+        if not self.erase_key:
+            beta_key_kernel[(grid,)](
+                beta, ws["sums"], ws["erased"], y["dBeta"], cu, N, T, cu.stride(0),
+                *_strides(2, beta), *_strides(2, y["dBeta"]), NK=blocks, **shape, num_warps=1,
+            )  # fmt: skip

@@ -7,25 +7,34 @@ the scratch, and launches. No tensor value is read on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagraph.engines.triton.config import choose
+from lagraph.engines.triton.config import choose, schedule, work_of
 from lagraph.engines.triton.kernels.factor import factor_head_kernel, factor_key_kernel
+from lagraph.engines.triton.kernels.index import ROWS as _ROWS
 from lagraph.engines.triton.kernels.scan import scan_kernel, span_decay_kernel
+from lagraph.engines.triton.kernels.segment import link_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lagraph.engines.triton.config import Schedule
     from lagraph.problem import Problem
 
 __all__ = ["ForwardPlan", "SummaryPlan"]
 
 ALIGN = 256
+ROWS = _ROWS.value
 # Stands in for an unbounded dt_max: larger than any step, and exact in fp32.
 UNBOUNDED = 3.0e38
+# SMs by architecture, where there is no device to ask: plans only compiled, or interpreted.
+SMS = {80: 108, 86: 84, 87: 16, 89: 128, 90: 132, 100: 148, 120: 170}
+LINK_ROWS = 16  # rows of the state that one program carries over segments
+LINK_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,13 @@ class Scratch:
 
     def nbytes(self, slots: int) -> int:
         return -(-slots * self.elements * self.dtype.itemsize // ALIGN) * ALIGN
+
+
+def _processors(problem: Problem) -> int:
+    """SMs of the problem's device."""
+    if torch.cuda.is_available() and problem.index < torch.cuda.device_count():
+        return torch.cuda.get_device_properties(problem.index).multi_processor_count
+    return SMS.get(problem.arch, 132)
 
 
 def _strides(rank: int, x: torch.Tensor | None) -> tuple[int, ...]:
@@ -53,6 +69,8 @@ class _Plan:
     # Whether the plan's kernels take operands of the serial pass in two 16-bit parts: reflections
     # (beta near 2) amplify the rounding of single ones.
     splits = False
+    # Whether the plan may cut long sequences into segments.
+    cuts = False
 
     def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
         self.problem = problem
@@ -74,6 +92,8 @@ class _Plan:
         split = knobs.get("split", getattr(options, "allow_neg_eigval", False))
         self.split = self.splits and self.delta and self.io.itemsize == 2 and bool(split)
         self.scratch = self._factor_scratch()
+        work = work_of(problem, self.config, knobs, _processors(problem), cut=self.cuts)
+        self._schedule = lru_cache(maxsize=1024)(partial(schedule, work))
 
     # Scratch ------------------------------------------------------------------------------------
 
@@ -84,8 +104,10 @@ class _Plan:
             names = ("erase", "key", "query") if self.query else ("erase", "key")
             scratch += [Scratch(name, heads * c * self.K, self.io) for name in names]
             scratch.append(Scratch("decay", heads * self.K, torch.float32))
+            # Cumulative gates, and four factors a block of 16 steps.
+            scratch.append(Scratch("gates", heads * (c + c // 4) * self.K, torch.float32))
         else:
-            scratch.append(Scratch("rows", heads * 4 * c, torch.float32))
+            scratch.append(Scratch("rows", heads * ROWS * c, torch.float32))
         if self.delta:
             parts = 2 if self.split else 1
             scratch.append(Scratch("inverse", parts * heads * c * c, self.io))
@@ -96,6 +118,13 @@ class _Plan:
 
     def slots(self, T: int, N: int) -> int:
         return T * self.substeps // self.config.chunk + N
+
+    def schedule(self, T: int, N: int) -> Schedule:
+        """How the serial pass runs at these shapes."""
+        # Rounded, so that a server of many lengths soon knows all schedules.
+        chunks = -(-T * self.substeps // (self.config.chunk * max(N, 1)))
+        low = max(chunks.bit_length() - 5, 0)
+        return self._schedule(-(-chunks >> low) << low, N)
 
     def workspace_size(self, T: int, N: int) -> int:
         slots = self.slots(T, N)
@@ -157,13 +186,15 @@ class _Plan:
             "FOLD": self.fold,
             "num_warps": config.factor_warps,
             "num_stages": config.factor_stages,
+            "maxnreg": config.factor_registers,
         }
         shape = {**self.heads, "K": self.K, "C": config.chunk, "BK": config.block_k}
         if self.key_gate:
             s_bt, s_bh = beta.stride(0), beta.stride(1)
             factor_key_kernel[(slots * self.HO,)](
                 q, k, g, beta, x.get("a_log"), x.get("dt_bias"), cu,
-                ws["erase"], ws.get("query"), ws["key"], ws["decay"], ws["solve"], ws["inverse"],
+                ws["erase"], ws.get("query"), ws["key"], ws["decay"], ws["gates"],
+                ws["solve"], ws["inverse"],
                 ws.get("scores"), N, T, self.scale, self.lower, cu.stride(0),
                 s_qt, s_qh, s_kt, s_kh, g.stride(0), g.stride(1), s_bt, s_bh,
                 ERASE_KEY=self.problem.traits.erase == "key",
@@ -192,10 +223,14 @@ class _Plan:
         final: torch.Tensor | None = None,
         checkpoints: torch.Tensor | None = None,
         identity: bool = False,
+        stage: str = "whole",
+        segments: int = 0,
     ) -> None:
         """The serial pass. With `identity` the state starts as the unit matrix and nothing is
-        written to it: its end is the transition of the span."""
-        config = self.config
+        written to it: its end is the transition of the span. `stage` is for sequences that are
+        cut, into as many later segments as there are slots: see `kernels.scan`."""
+        config, plan = self.config, self.schedule(T, N)
+        tile = plan.tile
         v = None if identity else x["v"]
         w = None if identity else x.get("w")
         h0 = None if identity else x.get("initial_state")
@@ -207,28 +242,58 @@ class _Plan:
         s_kt, s_ks, s_kh = (0, 0, 0) if self.key_gate else self.steps(k, 3)
         s_qt, s_qh = (0, 0) if self.key_gate or q is None else (q.stride(0), q.stride(1))
         pool = h0 if h0 is not None else final
-        block_v = min(config.block_v, width)
+        block_v = min(tile.block_v, width)
+        programs = N * self.HO * (width // block_v)
+        if stage == "open":
+            # Slices of the state and of the transition are equally wide.
+            block_v = min(block_v, self.K) if self.delta else block_v
+            outputs, moves = self.V // block_v, self.K // block_v if self.delta else 0
+            programs = self.HO * (N * outputs + segments * (outputs + moves))
+        elif stage == "close":
+            programs = segments * self.HO * (self.V // block_v)
         s_d = (d.stride(0), d.stride(1) if d.dim() == 2 else 0) if d is not None else (0, 0)
-        scan_kernel[(N * self.HO * (width // block_v),)](
+        scan_kernel[(programs,)](
             q, k, e, v, w, ws.get("rows"), ws.get("decay"), ws.get("inverse"), ws.get("scores"),
             d if out is not None else None, z if out is not None else None,
-            h0, index, out, pre, final, checkpoints, cu,
-            N, T, pool.shape[0] if pool is not None else 0,
+            h0, index, out, pre, final, checkpoints, ws.get("enter"), ws.get("move"), cu,
+            N, T, pool.shape[0] if pool is not None else 0, plan.lead, plan.span,
             cu.stride(0), index.stride(0) if index is not None else 0,
             s_qt, s_qh, s_kt, s_ks, s_kh, *self.steps(v, 3), *_strides(2, w), *s_d, *_strides(2, z),
             *_strides(3, h0), *_strides(3, final), *_strides(2, out), *_strides(2, pre),
             HV=self.problem.sizes.get("HV", self.HO), V=width, NS=self.substeps,
             K=self.K, C=config.chunk, CQ=config.queries, BV=block_v, **self.heads,
-            KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity, SPLIT=self.split,
+            KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity, STAGE=stage,
+            SPLIT=self.split,
             EVERY=getattr(self.problem.options, "checkpoint_every_n_tokens", 0) or 1,
-            PREC=config.precision, num_warps=config.scan_warps, num_stages=config.scan_stages,
+            PREC=config.precision, num_warps=tile.warps, num_stages=tile.stages,
+            maxnreg=config.serial_registers,
         )  # fmt: skip
 
 
 class ForwardPlan(_Plan):
-    """Factors, then the serial pass with outputs: two launches."""
+    """Factors, then the serial pass with outputs: two launches, or four where it is cut."""
 
     splits = True
+    cuts = True
+
+    def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
+        super().__init__(problem, knobs)
+        move = self.HO * (self.K * self.K if self.delta else 1)
+        # One slot a later segment: see `kernels.segment`.
+        self.segment_scratch = [
+            Scratch("enter", self.HO * self.V * self.K, torch.float32),
+            Scratch("move", move, torch.float32),
+        ]
+
+    def segments(self, T: int, N: int) -> int:
+        """Slots of later segments: 0 where sequences stay whole."""
+        span = self.schedule(T, N).span
+        return T * self.substeps // (span * self.config.chunk) if span else 0
+
+    def workspace_size(self, T: int, N: int) -> int:
+        segments = self.segments(T, N)
+        size = sum(item.nbytes(segments) for item in self.segment_scratch)
+        return super().workspace_size(T, N) + size
 
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
         x = self.inputs(ins)
@@ -236,12 +301,36 @@ class ForwardPlan(_Plan):
         T, N = x["g"].shape[0], x["cu_seqlens"].shape[0] - 1
         if N == 0:
             return
-        slots = self.slots(T, N)
+        slots, segments = self.slots(T, N), self.segments(T, N)
+        if workspace is None:
+            size = self.workspace_size(T, N)
+            workspace = torch.empty(size, dtype=torch.uint8, device=x["g"].device)
         ws = self.carve(workspace, slots, x["g"])
         self.factor(x, ws, slots, T, N)
-        self.scan(
-            x, ws, T, N, out=y["O"], pre=y.get("O_pre"), final=y.get("final_state"),
-            checkpoints=y.get("state_checkpoints"),
+        scan = partial(
+            self.scan, x, ws, T, N, out=y["O"], pre=y.get("O_pre"), final=y.get("final_state"),
+            checkpoints=y.get("state_checkpoints"), segments=segments,
+        )  # fmt: skip
+        if not segments:
+            scan()
+            return
+        at = super().workspace_size(T, N)
+        for item in self.segment_scratch:
+            size = segments * item.elements * item.dtype.itemsize
+            ws[item.name] = workspace[at : at + size].view(item.dtype)
+            at += item.nbytes(segments)
+        scan(stage="open")
+        self.link(x, ws, T, N)
+        scan(stage="close")
+
+    def link(self, x: dict[str, Any], ws: dict[str, Any], T: int, N: int) -> None:
+        """The states that enter the later segments."""
+        plan, cu = self.schedule(T, N), x["cu_seqlens"]
+        link_kernel[(N * self.HO * (self.V // LINK_ROWS),)](
+            ws["enter"], ws["move"], cu, N, T, plan.lead, plan.span, cu.stride(0),
+            HO=self.HO, K=self.K, V=self.V, NS=self.substeps, C=self.config.chunk, BV=LINK_ROWS,
+            DELTA=self.delta, PREC=self.config.precision,
+            num_warps=LINK_WARPS, num_stages=self.config.link_stages,
         )  # fmt: skip
 
 

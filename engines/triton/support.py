@@ -7,7 +7,7 @@ from lagraph.select import SupportTable
 __all__ = ["SUPPORT"]
 
 FAMILIES = ("gdn", "kda", "gdn2", "gdp", "mamba2")
-DIRECTIONS = ("forward",)  # what has run on a GPU
+DIRECTIONS = ("forward", "backward", "summary", "summary_backward")
 DIMS = (16, 32, 64, 128, 256)
 
 SUPPORT = SupportTable(
@@ -24,9 +24,11 @@ SUPPORT = SupportTable(
         "block_k": (16, 32, 64, 128),
         "block_v": (16, 32, 64, 128),
         "share": (1, 2, 4, 8),
+        "segment": (0, 4, 8, 16, 32, 64, 128, 256, 512),
         "split": (0, 1),
         "factor_warps": (1, 2, 4, 8),
         "factor_stages": (1, 2, 3),
+        "factor_registers": (0, 128, 168),
         "scan_warps": (1, 2, 4, 8),
         "scan_stages": (1, 2, 3, 4),
     },

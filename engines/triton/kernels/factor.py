@@ -12,8 +12,8 @@ Everything there that does not involve S is made here, so that the serial kernel
 Without FOLD, T is (I + A)^-1 alone: the backward needs the strength apart from it.
 
 `factor_head_kernel` (one gate a head) leaves q and k where they are and writes the row factors
-that turn raw rows into E, Q and Kc:  rows[slot, head] = (erase, query, key, G) [4, C] fp32, plus T
-and P. Unit norm, scale, gate and Mamba-2's step size all live in row factors.
+that turn raw rows into E, Q and Kc:  rows[slot, head] = (erase, query, key, G, write strength)
+[ROWS, C] fp32, plus T and P. Unit norm, scale, gate and Mamba-2's step size live in row factors.
 
 `factor_key_kernel` (a gate a key channel) writes E, Q, Kc [C, K] in io dtype, the chunk's decay
 2^(G_C) [K] in fp32, T and P. G differs by channel, so A and P are sums of K-blocks, and no single
@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from lagraph.engines.triton.kernels.gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
-from lagraph.engines.triton.kernels.index import locate, query_rows
+from lagraph.engines.triton.kernels.index import ROWS, locate, query_rows
 from lagraph.engines.triton.kernels.inverse import invert_in_memory
 
 __all__ = ["factor_head_kernel", "factor_key_kernel"]
@@ -161,61 +161,81 @@ def factor_head_kernel(
         if QUERY:
             b_qk *= b_rk[None, :]
 
+    # Row factors of all heads of the program [HP, C]. They go through memory, so that each gate is
+    # computed once, by one thread, and not again in every layout that meets it below.
+    p_row = p_rows + (slot * HO + i_h0) * (ROWS * C)
+    if NORM:
+        tl.store(p_row + o_i, b_rk)
+        if QUERY:
+            tl.store(p_row + C + o_q, b_rq)
+        tl.debug_barrier()
+        b_nk = tl.load(p_row + o_i)[None, :]
+        if QUERY:
+            b_nq = tl.load(p_row + C + o_q)[None, :]
+        tl.debug_barrier()
+    else:
+        b_nk = 1.0
+        b_nq = scale
+    o_g = tl.arange(0, HP)[:, None]
+    b_x = tl.load(p_g + (o_tok * s_gt)[None, :] + (i_h0 + o_g) * s_gh, mask=m_g[None, :], other=0.0)
+    b_x = b_x.to(tl.float32)
+    if p_bias is not None:
+        b_x += tl.load(p_bias + i_h0 + o_g).to(tl.float32)
+    if GATE == "ssd":
+        b_write = tl.where(m_t[None, :], step_size(b_x, dt_min, dt_max, SOFTPLUS), 0.0)
+        b_decay = tl.load(p_a + i_h0 + o_g).to(tl.float32) * b_write * LOG2E
+    else:
+        b_decay = log2_decay(b_x, amplitude(p_alog, i_h0 + o_g), lower, GATE)
+    b_decay = tl.where(m_g[None, :], b_decay, 0.0)
+    b_gc = tl.cumsum(b_decay, axis=1)
+    b_ck = b_nk * tl.exp2(tl.sum(b_decay, axis=1)[:, None] - b_gc)
+    if DELTA:
+        s_b = (o_tok * s_bt + o_sub * s_bs)[None, :] + (i_h0 + o_g) * s_bh
+        b_write = load_beta(p_beta, s_b, m_t[None, :] & (o_g >= 0), SIGMOID, DOUBLE)
+    else:
+        b_ck *= b_write
+    o_row = o_g * (ROWS * C) + o_i[None, :]
+    tl.store(p_row + o_row, b_nk * tl.exp2(b_gc))
+    tl.store(p_row + 2 * C + o_row, b_ck)
+    tl.store(p_row + 3 * C + o_row, b_gc)
+    tl.store(p_row + 4 * C + o_row, b_write)
+    tl.debug_barrier()
+    if QUERY:
+        o_row = o_g * (ROWS * C)
+        b_gq = tl.load(p_row + 3 * C + o_row + o_iq[None, :])
+        tl.store(p_row + C + o_row + o_q[None, :], b_nq * tl.exp2(b_gq))
+
     if DELTA:
         p_x += (slot * HO + i_h0) * (C * C)
     # Not pipelined: what the body stores is read again after it.
     for i_g in tl.range(0, HP, num_stages=1):
-        i_h = i_h0 + i_g
-        amp = amplitude(p_alog, i_h)
-        b_x = tl.load(p_g + o_tok * s_gt + i_h * s_gh, mask=m_g, other=0.0).to(tl.float32)
-        if p_bias is not None:
-            b_x += tl.load(p_bias + i_h).to(tl.float32)
-        if GATE == "ssd":
-            b_write = tl.where(m_t, step_size(b_x, dt_min, dt_max, SOFTPLUS), 0.0)
-            b_decay = tl.load(p_a + i_h).to(tl.float32) * b_write * LOG2E
-        else:
-            b_decay = log2_decay(b_x, amp, lower, GATE)
-        b_decay = tl.where(m_g, b_decay, 0.0)
-        b_gc = tl.cumsum(b_decay, axis=0)
-        b_end = tl.sum(b_decay, axis=0)
-
-        p_row = p_rows + (slot * HO + i_h) * (4 * C)
-        b_ck = b_rk * tl.exp2(b_end - b_gc)
-        if GATE == "ssd":
-            b_ck *= b_write
-        tl.store(p_row + o_i, b_rk * tl.exp2(b_gc))
-        tl.store(p_row + 2 * C + o_i, b_ck)
-        tl.store(p_row + 3 * C + o_i, b_gc)
+        b_gi = tl.load(p_row + 3 * C + o_i)
         if QUERY:
-            if CQ == C and NS == 1:
-                b_gq = b_gc
-            else:
-                b_gq = tl.sum(tl.where(m_up, b_decay[None, :], 0.0), axis=1)
-            tl.store(p_row + C + o_q, b_rq * tl.exp2(b_gq))
-            b_p = tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
-            b_p *= b_qk * b_rq[:, None]
-            if GATE == "ssd":
-                b_p *= b_write[None, :]
-            p_tile = p_p + (slot * HO + i_h) * (CQ * C) + o_q[:, None] * C + o_i[None, :]
-            tl.store(p_tile, tl.where(m_t[None, :], b_p, 0.0).to(p_p.dtype.element_ty))
+            b_gr = tl.load(p_row + 3 * C + o_iq)
+            b_s = tl.exp2(tl.where(m_up, b_gr[:, None] - b_gi[None, :], -float("inf")))
+            b_p = b_s * (b_qk * b_rq[:, None])
+            if not DELTA:
+                b_p *= tl.load(p_row + 4 * C + o_i)[None, :]
+            p_tile = p_p + (slot * HO + i_h0 + i_g) * (CQ * C) + o_q[:, None] * C + o_i[None, :]
+            tl.store(p_tile, b_p.to(p_p.dtype.element_ty))
         if DELTA:
-            s_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
-            b_beta = load_beta(p_beta, s_b, m_t, SIGMOID, DOUBLE)
             m_lower = o_i[:, None] > o_i[None, :]
-            b_a = tl.exp2(tl.where(m_lower, b_gc[:, None] - b_gc[None, :], -float("inf")))
-            b_a *= b_kk * b_beta[:, None]
-            p_tile = p_x + i_g * (C * C) + o_i[:, None] * C + o_i[None, :]
-            tl.store(p_tile, b_a)
+            if QUERY and CQ == C and NS == 1:  # the same rows
+                b_s = tl.where(m_lower, b_s, 0.0)
+            else:
+                b_s = tl.exp2(tl.where(m_lower, b_gi[:, None] - b_gi[None, :], -float("inf")))
+            b_s *= b_kk * tl.load(p_row + 4 * C + o_i)[:, None]
+            tl.store(p_x + i_g * (C * C) + o_i[:, None] * C + o_i[None, :], b_s)
+        p_row += ROWS * C
 
     if DELTA:
         invert_in_memory(p_x, HP * C, C, PREC)
+        p_row -= HP * ROWS * C
         for i_g in tl.range(0, HP, num_stages=1):
-            i_h = i_h0 + i_g
-            s_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
-            b_beta = load_beta(p_beta, s_b, m_t, SIGMOID, DOUBLE)
-            if not FOLD:
-                b_beta = tl.full([C], 1.0, tl.float32)
-            store_inverse(p_t, p_x + i_g * (C * C), slot * HO + i_h, b_beta, C, SPLIT)
+            b_fold = tl.full([C], 1.0, tl.float32)
+            if FOLD:
+                b_fold = tl.load(p_row + i_g * (ROWS * C) + 4 * C + o_i)
+            store_inverse(p_t, p_x + i_g * (C * C), slot * HO + i_h0 + i_g, b_fold, C, SPLIT)
 
 
 @triton.jit
@@ -234,43 +254,10 @@ def store_inverse(p_t, p_x, tile, b_write, C: tl.constexpr, SPLIT: tl.constexpr)
 
 
 @triton.jit
-def _pick_row(b_x, STEP: tl.constexpr, ROW: tl.constexpr):
-    """Row ROW of each group of STEP rows, repeated over its group: [C, D]."""
-    C: tl.constexpr = b_x.shape[0]
-    D: tl.constexpr = b_x.shape[1]
-    b_g = tl.reshape(b_x, [C // STEP, STEP, D])
-    m_r = tl.arange(0, STEP)[None, :, None] == ROW
-    b_r = tl.sum(tl.where(m_r, b_g, 0.0), axis=1)
-    return tl.reshape(tl.broadcast_to(b_r[:, None, :], [C // STEP, STEP, D]), [C, D])
-
-
-@triton.jit
-def pair_decay(b_gc, B: tl.constexpr):
-    """Factors of one pairing level [C, D]: rows of odd blocks decay from the first row of their
-    block, rows of even blocks to the first row of the next; never above 1 for gates <= 0."""
-    C: tl.constexpr = b_gc.shape[0]
-    b_x = b_gc - _pick_row(b_gc, 2 * B, B)
-    m_odd = (tl.arange(0, C) // B) % 2 == 1
-    return tl.exp2(tl.where(m_odd[:, None], b_x, -b_x))
-
-
-@triton.jit
 def pair_mask(C: tl.constexpr, B: tl.constexpr):
     """Where a pairing level holds: row in an odd block of B steps, column in the block before."""
     o_i = tl.arange(0, C) // B
     return (o_i[:, None] % 2 == 1) & (o_i[None, :] == o_i[:, None] - 1)
-
-
-@triton.jit
-def within_reach(b_d):
-    """Rows [C] whose distances to the anchor of their block, and those of all rows before them
-    in the block, stay below REACH in every channel. b_d: distances [C // 16, 16, D]."""
-    NB: tl.constexpr = b_d.shape[0]
-    o_b = tl.arange(0, 16)
-    b_far = tl.max(tl.abs(b_d), axis=2)
-    m_up = o_b[None, None, :] <= o_b[None, :, None]
-    b_far = tl.max(tl.where(m_up, b_far[:, None, :], 0.0), axis=2)
-    return tl.reshape(b_far, [NB * 16]) < REACH
 
 
 @triton.jit
@@ -375,6 +362,36 @@ def _scores(
     return b_a, b_p
 
 
+@triton.jit
+def _key_rows(
+    p_k,
+    p_q,
+    p_beta,
+    s_k,
+    s_q,
+    s_b,
+    o_k,
+    m_t,
+    b_rk,
+    b_rq,
+    ERASE_KEY: tl.constexpr,
+    QUERY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):
+    """Rows k, q [C, BK] with norms, and the erase strengths b (one a key), or else k once more."""
+    m_t = m_t[:, None]
+    b_k = tl.load(p_k + s_k[:, None] + o_k, mask=m_t, other=0.0).to(tl.float32) * b_rk[:, None]
+    b_e = b_k
+    if ERASE_KEY:
+        b_e = load_beta(p_beta, s_b[:, None] + o_k, m_t & (o_k >= 0), SIGMOID, DOUBLE)
+    b_q = b_k
+    if QUERY:
+        b_q = tl.load(p_q + s_q[:, None] + o_k, mask=m_t, other=0.0).to(tl.float32)
+        b_q *= b_rq[:, None]
+    return b_k, b_e, b_q
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def factor_key_kernel(
     p_q,
@@ -388,6 +405,7 @@ def factor_key_kernel(
     p_qg,
     p_kc,
     p_decay,
+    p_l,
     p_x,
     p_t,
     p_p,
@@ -453,105 +471,132 @@ def factor_key_kernel(
             o_tok * s_bt, b_rk, m_t, amp, lower, K, BK, GATE, SIGMOID, DOUBLE, IO,
         )  # fmt: skip
 
+    # Gates, cumulative within each block of 16 steps: one lane a channel, all blocks at once.
     NB: tl.constexpr = C // 16
-    o_n = o_i[:, None] // 16  # blocks of 16 steps
-    p_x += (slot * HO + i_h) * (C * C)
+    p_l += (slot * HO + i_h) * ((C + 4 * NB) * K)
+    p_f = p_l + C * K  # four factors a block and channel [4, NB, K]
+    o_nb = tl.arange(0, NB)[:, None]
+    o_kk = tl.arange(0, K)[None, :]
+    p_gh = p_g + (begin + i_c * C + o_nb * 16) * s_gt + i_h * s_gh + o_kk
+    left = length - i_c * C - o_nb * 16
+    rows = ()
+    for i in tl.static_range(16):
+        b_g = tl.load(p_gh + i * s_gt, mask=(i < left) & (o_kk >= 0), other=0.0)
+        rows = rows + (b_g.to(tl.float32),)  # noqa: RUF005 (kernels cannot unpack)
+    b_run = tl.zeros([NB, K], tl.float32)
+    b_first = b_run
+    b_mid = b_run
+    for i in tl.static_range(16):
+        b_g = rows[i]
+        if p_bias is not None:
+            b_g += tl.load(p_bias + i_h * K + o_kk).to(tl.float32)
+        b_run += tl.where(i < left, log2_decay(b_g, amp, lower, GATE), 0.0)
+        tl.store(p_l + (o_nb * 16 + i) * K + o_kk, b_run)
+        if i == 0:
+            b_first = b_run
+        if i == MIDDLE:
+            b_mid = b_run
+    # Gates <= 0: the ends are farthest from the middle.
+    b_far = tl.max(tl.maximum(b_first - b_mid, b_mid - b_run), axis=1)
+    m_near = tl.reshape(tl.broadcast_to((b_far < REACH)[:, None], [NB, 16]), [C])
+    any_far = tl.max(b_far, axis=0) >= REACH
+    tl.debug_barrier()
+
+    # What decays from the chunk's start to a block's, and from a block's end to the chunk's; what
+    # lies between rows of the later half and columns of the earlier one. From block sums [1, K].
+    b_before = tl.zeros([NB, K], tl.float32)
+    b_after = tl.zeros([NB, K], tl.float32)
+    b_total = tl.zeros([1, K], tl.float32)
+    for i in tl.static_range(NB):
+        b_one = tl.load(p_l + (i * 16 + 15) * K + o_kk)
+        b_total += b_one
+        b_before += tl.where(o_nb > i, b_one, 0.0)
+        b_after += tl.where(o_nb < i, b_one, 0.0)
+        if i == 1:
+            b_mid_1 = b_one
+        if i == 2:
+            b_mid_2 = b_one
+    tl.store(p_decay + (slot * HO + i_h) * K + o_kk, tl.exp2(b_total))
+    p_tile = p_f + o_nb * K + o_kk
+    tl.store(p_tile, tl.exp2(b_before))
+    tl.store(p_tile + NB * K, tl.exp2(b_after))
+    if NB == 4:
+        b_skip = tl.where(o_nb == 3, tl.exp2(b_mid_2), tl.where(o_nb == 2, 1.0, 0.0))
+        tl.store(p_tile + 2 * NB * K, b_skip)
+        b_skip = tl.where(o_nb == 0, tl.exp2(b_mid_1), tl.where(o_nb == 1, 1.0, 0.0))
+        tl.store(p_tile + 3 * NB * K, b_skip)
+    tl.debug_barrier()
+
+    o_n = o_i // 16
+    o_end = (o_n * 16 + 15)[:, None] * K
+    o_mid = (o_n * 16 + MIDDLE)[:, None] * K
     b_a = tl.zeros([C, C], tl.float32)
     b_p = tl.zeros([C, C], tl.float32)
-    # Not pipelined: what the body stores is read again after it.
-    for i_k in tl.range(0, K, BK, num_stages=1):
-        o_k = i_k + tl.arange(0, BK)
-        # Gates [C, BK], cumulative within each block; single rows of them go through memory.
-        p_tile = p_g + o_tok[:, None] * s_gt + i_h * s_gh + o_k[None, :]
-        b_g = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32)
-        if p_bias is not None:
-            b_g += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
-        b_g = tl.where(m_t[:, None], log2_decay(b_g, amp, lower, GATE), 0.0)
-        b_l = tl.reshape(tl.cumsum(tl.reshape(b_g, [NB, 16, BK]), axis=1), [C, BK])
-        p_l = p_x + tl.arange(0, BK)[None, :]
-        tl.store(p_l + o_i[:, None] * BK, b_l)
-
-        # Rows k, e, q [C, BK].
-        p_tile = p_kh + o_tok[:, None] * s_kt + o_k[None, :]
-        b_k = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32) * b_rk[:, None]
-        if ERASE_KEY:
-            s_b = o_tok[:, None] * s_bt + i_h * s_bh + o_k[None, :]
-            b_e = load_beta(p_beta, s_b, m_t[:, None] & (o_k >= 0)[None, :], SIGMOID, DOUBLE)
-            if GUARD:
-                b_e = guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
+    for i_k in range(0, K, BK):
+        o_k = (i_k + tl.arange(0, BK))[None, :]
+        p_lk = p_l + o_k
+        b_l = tl.load(p_lk + o_i[:, None] * K)  # [C, BK]
+        b_k, b_e, b_q = _key_rows(
+            p_kh, p_qh, p_beta + i_h * s_bh, o_tok * s_kt, o_tok * s_qt, o_tok * s_bt, o_k, m_t,
+            b_rk, b_rq, ERASE_KEY, QUERY, SIGMOID, DOUBLE,
+        )  # fmt: skip
+        if GUARD:
+            b_e = b_k * guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
+        elif ERASE_KEY:
             b_e *= b_k
-        else:
-            b_e = b_k
-        b_q = b_e
-        if QUERY:
-            p_tile = p_qh + o_tok[:, None] * s_qt + o_k[None, :]
-            b_q = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32) * b_rq[:, None]
-        tl.debug_barrier()
-
-        # Sums of the blocks [1, BK], and of the blocks before and after a row's own.
-        b_0 = tl.load(p_l + 15 * BK)
-        b_total = b_0
-        b_before = tl.where(o_n > 0, b_0, 0.0)
-        b_after = tl.zeros([C, BK], tl.float32)
-        if NB >= 2:
-            b_1 = tl.load(p_l + 31 * BK)
-            b_total += b_1
-            b_before += tl.where(o_n > 1, b_1, 0.0)
-            b_after += tl.where(o_n < 1, b_1, 0.0)
-        if NB >= 4:
-            b_2 = tl.load(p_l + 47 * BK)
-            b_3 = tl.load(p_l + 63 * BK)
-            b_total += b_2 + b_3
-            b_before += tl.where(o_n > 2, b_2, 0.0)
-            b_after += tl.where(o_n < 2, b_2, 0.0) + tl.where(o_n < 3, b_3, 0.0)
-        p_tile = p_decay + (slot * HO + i_h) * K + o_k[None, :]
-        tl.store(p_tile, tl.exp2(b_total))
-
-        # Decayed from the start of the block, and to its end.
-        b_x = tl.exp2(b_l)
-        b_el = b_e * b_x
-        b_ql = b_q * b_x
-        b_kl = b_k * tl.exp2(tl.load(p_l + (o_n * 16 + 15) * BK) - b_l)
-
-        # Operands of the recurrence.
-        b_x = tl.exp2(b_before)
-        o_tile = (slot * HO + i_h) * (C * K) + o_i[:, None] * K + o_k[None, :]
-        tl.store(p_e + o_tile, (b_el * b_x).to(IO))
-        tl.store(p_kc + o_tile, (b_kl * tl.exp2(b_after)).to(IO))
-        if QUERY:
-            tl.store(p_qg + o_tile, (b_ql * b_x).to(IO))
-
-        # Scores between blocks: neighbours in 32 steps, then the two halves of 64. A block in
-        # between decays the row if it lies in the later half, else the column.
-        if NB >= 2:
-            m_pair = pair_mask(C, 16)
-            b_a, b_p = _scores(b_a, b_p, b_el, b_ql, b_kl, m_pair, IO, QUERY, PREC)
-        if NB >= 4:
-            b_x = tl.where(o_n >= 2, tl.exp2(tl.where(o_n == 3, b_2, 0.0)), 0.0)
-            b_kl *= tl.where(o_n < 2, tl.exp2(tl.where(o_n == 0, b_1, 0.0)), 0.0)
-            b_col = tl.trans(b_kl.to(IO))
-            b_a = tl.dot((b_el * b_x).to(IO), b_col, b_a, input_precision=PREC)
-            if QUERY:
-                b_p = tl.dot((b_ql * b_x).to(IO), b_col, b_p, input_precision=PREC)
+        b_b = tl.load(p_lk + o_mid)
+        b_c = tl.load(p_lk + o_end)
+        p_fk = p_f + o_n[:, None] * K + o_k
 
         # Diagonal blocks, anchored at their middle row.
-        b_x = tl.load(p_l + (o_n * 16 + MIDDLE) * BK)
-        b_d = b_l - b_x
-        p_16 = p_l + tl.arange(0, NB)[:, None] * (16 * BK)  # [NB, BK]
-        b_mid = tl.load(p_16 + MIDDLE * BK)
-        b_far = tl.maximum(tl.load(p_16) - b_mid, b_mid - tl.load(p_16 + 15 * BK))
-        m_near = tl.max(b_far, axis=1)[:, None] < REACH  # gates <= 0: the ends are farthest
-        m_near = tl.reshape(tl.broadcast_to(m_near, [NB, 16]), [C])
-        b_d = tl.minimum(tl.maximum(b_d, -REACH), REACH)
-        b_x = tl.exp2(b_d)
+        b_x = tl.minimum(tl.maximum(b_l - b_b, -REACH), REACH)
+        b_y = tl.exp2(-b_x)
+        b_x = tl.exp2(b_x)
         b_a, b_p = _scores(
-            b_a, b_p, b_e * b_x, b_q * b_x, b_k * tl.exp2(-b_d), m_diag & m_near[:, None],
+            b_a, b_p, b_e * b_x, b_q * b_x, b_k * b_y, m_diag & m_near[:, None],
             WIDE, QUERY, WIDE_PREC,
         )  # fmt: skip
-        if tl.min(m_near.to(tl.int32), axis=0) == 0:
-            m_far = (m_near == 0)[:, None]
+
+        # Decayed from the start of the block, and to its end; then operands of the recurrence.
+        b_x = tl.exp2(b_l)
+        b_e *= b_x
+        b_q *= b_x
+        b_k *= tl.exp2(b_c - b_l)
+        o_tile = (slot * HO + i_h) * (C * K) + o_i[:, None] * K + o_k
+        b_x = tl.load(p_fk)
+        tl.store(p_e + o_tile, (b_e * b_x).to(IO))
+        if QUERY:
+            tl.store(p_qg + o_tile, (b_q * b_x).to(IO))
+        tl.store(p_kc + o_tile, (b_k * tl.load(p_fk + NB * K)).to(IO))
+
+        # Scores between blocks: neighbours in 32 steps, then the two halves of 64.
+        if NB >= 2:
+            b_a, b_p = _scores(b_a, b_p, b_e, b_q, b_k, pair_mask(C, 16), IO, QUERY, PREC)
+        if NB >= 4:
+            b_x = tl.load(p_fk + 2 * NB * K)
+            b_col = tl.trans((b_k * tl.load(p_fk + 3 * NB * K)).to(IO))
+            b_a = tl.dot((b_e * b_x).to(IO), b_col, b_a, input_precision=PREC)
+            if QUERY:
+                b_p = tl.dot((b_q * b_x).to(IO), b_col, b_p, input_precision=PREC)
+
+    if any_far:  # diagonal blocks that no anchor serves: pairs of ever smaller blocks
+        m_far = (m_near == 0)[:, None]
+        for i_k in tl.range(0, K, BK, num_stages=1):
+            o_k = (i_k + tl.arange(0, BK))[None, :]
+            b_l = tl.load(p_l + o_i[:, None] * K + o_k)
+            b_k, b_e, b_q = _key_rows(
+                p_kh, p_qh, p_beta + i_h * s_bh, o_tok * s_kt, o_tok * s_qt, o_tok * s_bt, o_k,
+                m_t, b_rk, b_rq, ERASE_KEY, QUERY, SIGMOID, DOUBLE,
+            )  # fmt: skip
+            if GUARD:
+                b_e = b_k * guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
+            elif ERASE_KEY:
+                b_e *= b_k
             for i_b in tl.static_range(4):
-                b_x = pair_decay(b_l, 8 >> i_b)
+                # Rows of odd blocks decay from the first row of their block, others to the next.
+                o_at = (o_i // (16 >> i_b) * (16 >> i_b) + (8 >> i_b))[:, None] * K
+                b_x = b_l - tl.load(p_l + o_at + o_k)
+                b_x = tl.exp2(tl.where((o_i // (8 >> i_b) % 2 == 1)[:, None], b_x, -b_x))
                 m_pair = pair_mask(C, 8 >> i_b) & m_far
                 b_a, b_p = _scores(
                     b_a, b_p, b_e * b_x, b_q * b_x, b_k * b_x, m_pair, IO, QUERY, PREC
@@ -559,7 +604,6 @@ def factor_key_kernel(
             if QUERY:
                 m_self = (o_i[:, None] == o_i[None, :]) & m_far
                 b_p += tl.where(m_self, tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
-        tl.debug_barrier()
 
     o_tile = (slot * HO + i_h) * (C * C) + o_i[:, None] * C + o_i[None, :]
     if QUERY:
@@ -568,6 +612,7 @@ def factor_key_kernel(
     if not ERASE_KEY:
         b_write = load_beta(p_beta, o_tok * s_bt + i_h * s_bh, m_t, SIGMOID, DOUBLE)
         b_a *= b_write[:, None]
+    p_x += (slot * HO + i_h) * (C * C)
     tl.store(p_x + o_i[:, None] * C + o_i[None, :], b_a)
     invert_in_memory(p_x, C, C, "ieee")  # few and small products
     if not FOLD:

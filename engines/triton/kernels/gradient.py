@@ -4,7 +4,7 @@ Given S (entering state) and dS (gradient of the leaving state) [V, K], U (what 
 (its gradient before the write strength) [C, V], and dO [CQ, V], all in io dtype; G the cumulative
 log2 gates, D[i, j] = 2^(G_i - G_j), c = 2^(G_C):
 
-    M = dO U^T   j <= i     X = Y U^T   j < i        and both transposes, as products of their own
+    M = dO U^T   j <= i     X = Y U^T   j < i
     dq_i = 2^G_i (S^T dO)_i + sum_j M_ij D_ij k_j
     f_i  = 2^G_i (S^T Y)_i  + sum_j X_ij D_ij k_j    (minus the gradient of the erase row e)
     h_j  = c / 2^G_j (dS^T U)_j + sum_i (M_ij q_i - X_ij e_i) D_ij
@@ -21,28 +21,44 @@ v, each column carries the step dt, and Y is the gradient of v itself. Chain rul
 strengths, steps, z and D follow at once; the unit norm and sums over head groups are left to
 `reduce`, which also sums the partials [chunks, parameters] written here.
 
-`gradient_head_kernel` (one gate a head) puts D into M and X. `gradient_key_kernel` (a gate a key
-channel) meets D[i, j] in levels, as no single anchor is safe for it. Level b = C/2, ..., 16 pairs
-neighbouring blocks of b steps: rows of the later one and columns of the earlier one meet at the
-first row of the later one, and no factor exceeds 1. Diagonal blocks of 16 take their row 7 as
-anchor while every exponent up to a row's end stays below 2^100 (2 for linear gates, whose dg must
-not be a difference); rows past that point go on pairing down to b = 1. Each level masks M and X and
-scales rows and columns; its products are [C, C] x [C, BK]. GDN-2's guard of b is recomputed, and
-its gradient is that of b as it is used.
+`gradient_head_kernel` (one gate a head) puts D into M and X. Under a gate a key channel
+`products_key_kernel` makes plain M and X first, then `gradient_key_kernel` (one program a K-block)
+meets D[i, j] in levels, as no single anchor is safe for it: chunks are of 16 or 32 steps; rows of
+the second block of 16 and columns of the first meet at the first row of the second, and no factor
+exceeds 1. Inside a block, row 7 is the anchor while every exponent stays below 2^100; otherwise,
+and for linear gates (whose dg must not be a difference), pairs of ever smaller blocks go on down to
+single steps. `beta_key_kernel` adds up the K-blocks' shares of a head's db. GDN-2's guard of b is
+recomputed, and its gradient is that of b as it is used.
 
-Tiles: first a loop over V in blocks of BV, four [C, C] fp32 accumulators, rounded to io; then for
-every K-block of BK three [C, BK] accumulators over V again, and the products with k, q, e.
+M and X, rounded to io, become operands by way of memory, over the tiles of P and W which nothing
+needs any more: also transposed, and no accumulator is transposed or kept in registers.
+
+Tiles: first a loop over V in blocks of BV, two [C, C] fp32 accumulators; then for every K-block of
+BK three [C, BK] accumulators over V again, and the products with k, q, e.
 """
 
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.factor import _inverse_norm, guard_rows, guarded, load_beta
-from lagraph.engines.triton.kernels.gate import amplitude, log2_decay, sigmoid, softplus, step_size
-from lagraph.engines.triton.kernels.index import locate
+from lagraph.engines.triton.kernels.factor import (
+    MIDDLE,
+    REACH,
+    _inverse_norm,
+    _key_rows,
+    guard_rows,
+    guarded,
+    load_beta,
+)
+from lagraph.engines.triton.kernels.gate import amplitude, sigmoid, softplus, step_size
+from lagraph.engines.triton.kernels.index import ROWS, locate
 from lagraph.engines.triton.kernels.reverse import load_dout
 
-__all__ = ["gradient_head_kernel", "gradient_key_kernel"]
+__all__ = [
+    "beta_key_kernel",
+    "gradient_head_kernel",
+    "gradient_key_kernel",
+    "products_key_kernel",
+]
 
 
 @triton.jit
@@ -109,13 +125,11 @@ def chunk_products(
     D_CHANNEL: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """M, X and their transposes, and row sums Y . v; stores dv, dw, dz and the partials of dD.
+    """M, X, and row sums Y . v; stores dv, dw, dz and the partials of dD.
     o_*: offsets of rows, head included; p_u, p_y: tiles [C, V] of the chunk."""
     o_i = tl.arange(0, C)
     b_m = tl.zeros([CQ, C], tl.float32)
-    b_mt = tl.zeros([C, CQ], tl.float32)
     b_x = tl.zeros([C, C], tl.float32)
-    b_xt = tl.zeros([C, C], tl.float32)
     b_yv = tl.zeros([C], tl.float32)
     b_dd = tl.zeros([CQ], tl.float32)
     m_t = m_t[:, None]
@@ -129,11 +143,9 @@ def chunk_products(
         if DELTA:
             b_u = tl.load(p_u + o_tile)  # [C, BV]
             b_x = tl.dot(b_y, tl.trans(b_u), b_x, input_precision=PREC)
-            b_xt = tl.dot(b_u, tl.trans(b_y), b_xt, input_precision=PREC)
         else:
             b_u = b_v
         b_m = tl.dot(b_do, tl.trans(b_u), b_m, input_precision=PREC)
-        b_mt = tl.dot(b_u, tl.trans(b_do), b_mt, input_precision=PREC)
 
         b_dv = b_y.to(tl.float32)
         b_vf = b_v.to(tl.float32)
@@ -172,7 +184,7 @@ def chunk_products(
         if p_d is not None:  # noqa: SIM102
             if not D_CHANNEL:
                 tl.store(p_dd, tl.sum(b_dd))
-    return b_m, b_mt, b_x, b_xt, b_yv
+    return b_m, b_x, b_yv
 
 
 @triton.jit
@@ -240,6 +252,8 @@ def gradient_head_kernel(
     p_pre,
     p_do,
     p_rows,
+    p_p,
+    p_t,
     p_u,
     p_y,
     p_s,
@@ -358,10 +372,11 @@ def gradient_head_kernel(
     o_out = (phase + o_iq) // NS
 
     # Row factors [C] and [CQ].
-    p_row = p_rows + pid * (4 * C) + 3 * C
-    b_gc = tl.load(p_row + o_i)
-    b_gq = tl.load(p_row + o_iq)
-    b_end = tl.load(p_row + C - 1)
+    p_row = p_rows + pid * (ROWS * C)
+    b_gc = tl.load(p_row + 3 * C + o_i)
+    b_gq = tl.load(p_row + 3 * C + o_iq)
+    b_end = tl.load(p_row + 4 * C - 1)
+    b_write = tl.load(p_row + 4 * C + o_i)  # beta, or dt
     p_kh = p_k + token * s_kt + (i_h // (HO // HK)) * s_kh
     p_qh = p_q + token * s_qt + (i_h // (HO // H)) * s_qh
     s_ki = o_tok * s_kt + o_sub * s_ks
@@ -371,22 +386,12 @@ def gradient_head_kernel(
     if NORM:
         b_rk = _inverse_norm(p_kh, s_ki, m_t, K, BK)
         b_rq *= _inverse_norm(p_qh, s_qi, m_q, K, BK)
-    b_beta = tl.full([C], 1.0, tl.float32)
-    if DELTA:
-        p_beta += token * s_bt + i_h * s_bh
-        s_bi = o_tok * s_bt + o_sub * s_bs
-        b_beta = load_beta(p_beta, s_bi, m_t, SIGMOID, DOUBLE)
-    m_g = m_t & (o_sub == 0)
-    amp = amplitude(p_alog, i_h)
-    p_g += token * s_gt + i_h * s_gh
-    b_x = tl.load(p_g + o_tok * s_gt, mask=m_g, other=0.0).to(tl.float32)
-    if p_bias is not None:
-        b_x += tl.load(p_bias + i_h).to(tl.float32)
-    b_dt = tl.full([C], 1.0, tl.float32)
-    if GATE == "ssd":
-        b_dt = tl.where(m_t, step_size(b_x, dt_min, dt_max, SOFTPLUS), 0.0)
+    b_beta = b_write
+    b_rw = b_rk
+    if not DELTA:
+        b_rw = b_rk * b_write
 
-    # M, X, decayed and with the row factors of the raw rows they will meet.
+    # M, X, decayed.
     p_v += token * s_vt + (i_h // (HO // HV)) * s_vh
     p_do += token * s_ot + i_h * s_oh
     p_dv += token * s_dvt + i_h * s_dvh
@@ -402,18 +407,25 @@ def gradient_head_kernel(
     p_ut = p_u + pid * (C * V) if DELTA else p_u
     p_yt = p_y + pid * (C * V)
     p_dh = p_d + i_h * s_dh if p_d is not None else p_d
-    b_m, b_mt, b_xx, b_xt, b_yv = chunk_products(
+    b_m, b_x, b_yv = chunk_products(
         p_v, None, p_ut, p_yt, p_do, p_z, p_pre, p_dh, p_dv, None, p_dz, p_dd,
         o_vi, o_vi, o_oi, o_zi, o_out * s_pt, o_tok * s_dvt + o_sub * s_dvs, o_vi, o_out * s_dzt,
         s_dv, m_t, m_q, b_beta, C, CQ, V, BV, DELTA, False, D_CHANNEL, PREC,
     )  # fmt: skip
     m_up = (o_i[None, :] <= o_iq[:, None]) & m_t[None, :]
-    b_d = tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
-    b_m = tl.where(m_up, b_m * b_d * (b_rk * b_dt)[None, :], 0.0)
+    b_m *= tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
     m_low = o_i[:, None] > o_i[None, :]
     if DELTA:
-        b_d = tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
-        b_xx = tl.where(m_low, b_xx * b_d * b_rk[None, :], 0.0)
+        b_x *= tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
+
+    # The products with q, k, e want them as operands, also transposed: by way of memory, as no
+    # accumulator should be transposed. The tiles of P and W are free by now.
+    o_q = tl.arange(0, CQ)
+    p_mt = p_p + pid * (CQ * C) + o_q[:, None] * C + o_i[None, :]
+    tl.store(p_mt, b_m.to(IO))
+    if DELTA:
+        p_xt = p_t + pid * (C * C) + o_i[:, None] * C + o_i[None, :]
+        tl.store(p_xt, b_x.to(IO))
 
     # What the gate of step t decays inside the chunk: pairs of a row at or after t and a column
     # before it. Summed without differences, for what is small there may be divided by the gate.
@@ -427,21 +439,14 @@ def gradient_head_kernel(
         if DELTA:
             b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
     b_before = tl.where(o_i[:, None] < o_i[None, :], 1.0, 0.0)  # [column, step]
-    b_n = tl.dot(b_m * b_qk * b_rq[:, None], b_before, input_precision=SUM_PREC)
+    b_m *= b_qk * b_rq[:, None] * b_rw[None, :]
+    b_n = tl.dot(b_m, b_before, input_precision=SUM_PREC)
     b_dg = tl.sum(tl.where(o_iq[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
     if DELTA:
-        b_n = tl.dot(b_xx * b_kk * (b_rk * b_beta)[:, None], b_before, input_precision=SUM_PREC)
+        b_x *= b_kk * (b_rk * b_beta)[:, None] * b_rk[None, :]
+        b_n = tl.dot(b_x, b_before, input_precision=SUM_PREC)
         b_dg -= tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
-
-    b_m16 = b_m.to(IO)
-    m_up = (o_i[:, None] <= o_iq[None, :]) & m_t[:, None]
-    b_d = tl.exp2(tl.where(m_up, b_gq[None, :] - b_gc[:, None], -float("inf")))
-    b_mt16 = tl.where(m_up, b_mt * b_d * b_rq[None, :], 0.0).to(IO)
-    if DELTA:
-        b_x16 = b_xx.to(IO)
-        m_low = o_i[None, :] > o_i[:, None]
-        b_d = tl.exp2(tl.where(m_low, b_gc[None, :] - b_gc[:, None], -float("inf")))
-        b_xt16 = tl.where(m_low, b_xt * b_d * (-b_rk * b_beta)[None, :], 0.0).to(IO)
+    tl.debug_barrier()
 
     # Sums over K: q dq and k f from the state, k f and k h in all, k h from the state; dS . S.
     b_qs = tl.zeros([CQ], tl.float32)
@@ -453,8 +458,9 @@ def gradient_head_kernel(
     p_st = p_s + pid * (V * K)
     p_dst = p_ds + pid * (V * K)
     b_up = tl.exp2(b_gc)
+    b_uq = tl.exp2(b_gq)
     b_down = tl.exp2(b_end - b_gc)
-    for i_k in range(0, K, BK):
+    for i_k in tl.range(0, K, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_f, b_h, b_c = state_products(
             p_st, p_dst, p_v, p_ut, p_yt, p_do, p_z, o_vi, o_oi, o_zi, m_t, m_q, o_k,
@@ -462,22 +468,30 @@ def gradient_head_kernel(
         )  # fmt: skip
         b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
+        b_mm = tl.load(p_mt)
         b_kf = b_k.to(tl.float32) * b_rk[:, None]
+        b_qf = b_q.to(tl.float32) * b_rq[:, None]
         b_cs += b_c
         b_h *= b_down[:, None]
         b_es += tl.sum(b_h * b_kf, axis=1)
-        b_h = tl.dot(b_mt16, b_q, b_h, input_precision=PREC)
-        b_dq *= tl.exp2(b_gq)[:, None]
-        b_qs += tl.sum(b_dq * b_q.to(tl.float32), axis=1)
-        b_dq = tl.dot(b_m16, b_k, b_dq, input_precision=PREC)
+        b_h = tl.dot(tl.trans(b_mm), b_qf.to(IO), b_h, input_precision=PREC)
+        b_dq *= b_uq[:, None]
+        b_qs += tl.sum(b_dq * b_qf, axis=1)
+        b_kw = (b_kf * b_write[:, None]).to(IO)
         if DELTA:
-            b_h = tl.dot(b_xt16, b_k, b_h, input_precision=PREC)
+            b_xx = tl.load(p_xt)
             b_f *= b_up[:, None]
             b_rs += tl.sum(b_f * b_kf, axis=1)
-            b_f = tl.dot(b_x16, b_k, b_f, input_precision=PREC)
+            b_k16 = b_kf.to(IO) if NORM else b_k
+            b_dq = tl.dot(b_mm, b_k16, b_dq, input_precision=PREC)
+            b_f = tl.dot(b_xx, b_k16, b_f, input_precision=PREC)
             b_fs += tl.sum(b_f * b_kf, axis=1)
+            b_h -= tl.dot(tl.trans(b_xx), b_kw, input_precision=PREC)
+            b_dk = b_h - b_beta[:, None] * b_f
+        else:
+            b_dq = tl.dot(b_mm, b_kw, b_dq, input_precision=PREC)
+            b_dk = b_h * b_write[:, None]
         b_hs += tl.sum(b_h * b_kf, axis=1)
-        b_dk = b_h - b_beta[:, None] * b_f if DELTA else b_h * b_dt[:, None]
         p_tile = p_dk + (o_tok * s_dkt + o_sub * s_dks)[:, None] + o_k[None, :]
         tl.store(p_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_t[:, None])
         p_tile = p_dq + (o_out * s_dqt)[:, None] + o_k[None, :]
@@ -486,23 +500,37 @@ def gradient_head_kernel(
     # And what it decays of the entering state, and of all that leaves.
     b_dg += tl.exp2(b_end) * tl.sum(b_cs)
     m_late = o_iq[:, None] >= o_i[None, :]
-    b_dg += tl.sum(tl.where(m_late, (b_qs * b_rq)[:, None], 0.0), axis=0)
+    b_dg += tl.sum(tl.where(m_late, b_qs[:, None], 0.0), axis=0)
     m_late = o_i[:, None] >= o_i[None, :]
-    b_dg += tl.sum(tl.where(m_late, -(b_beta * b_rs)[:, None], (b_dt * b_es)[:, None]), axis=0)
-    b_dg = tl.where(m_g, b_dg, 0.0)
+    if DELTA:
+        b_dg += tl.sum(tl.where(m_late, -(b_beta * b_rs)[:, None], b_es[:, None]), axis=0)
+    else:
+        b_dg += tl.sum(tl.where(m_late, 0.0, (b_write * b_es)[:, None]), axis=0)
+
+    # Chain rules, each row once: the factors are free now.
+    tl.debug_barrier()
+    tl.store(p_row + o_i, b_dg)
+    tl.store(p_row + C + o_i, b_yv - b_fs if DELTA else b_hs)
+    tl.debug_barrier()
+    m_g = m_t & (o_sub == 0)
+    b_dg = tl.where(m_g, tl.load(p_row + o_i), 0.0)
+    b_db = tl.load(p_row + C + o_i)
+    b_g = tl.load(p_g + token * s_gt + i_h * s_gh + o_tok * s_gt, mask=m_g, other=0.0)
+    b_g = b_g.to(tl.float32)
+    if p_bias is not None:
+        b_g += tl.load(p_bias + i_h).to(tl.float32)
     if GATE == "ssd":
         rate = tl.load(p_a + i_h).to(tl.float32)
         if p_da is not None:
-            tl.store(p_da + pid, tl.sum(b_dg * b_dt))
-        b_ddt = rate * b_dg + b_hs
-        b_dx = b_ddt
-        b_raw = b_x
+            tl.store(p_da + pid, tl.sum(b_dg * step_size(b_g, dt_min, dt_max, SOFTPLUS)))
+        b_dx = rate * b_dg + b_db
+        b_raw = b_g
         if SOFTPLUS:
-            b_raw = softplus(b_x)
-            b_dx *= sigmoid(b_x)
+            b_raw = softplus(b_g)
+            b_dx *= sigmoid(b_g)
         b_dx = tl.where(m_g & (b_raw >= dt_min) & (b_raw <= dt_max), b_dx, 0.0)
     else:
-        b_dx, b_dal = gate_gradient(b_dg, b_x, amp, lower, GATE)
+        b_dx, b_dal = gate_gradient(b_dg, b_g, amplitude(p_alog, i_h), lower, GATE)
         if p_dalog is not None:
             tl.store(p_dalog + pid, tl.sum(b_dal))
     if p_dbias is not None:
@@ -510,48 +538,11 @@ def gradient_head_kernel(
     p_tile = p_dg + token * s_dgt + i_h * s_dgh + o_tok * s_dgt
     tl.store(p_tile, b_dx.to(p_dg.dtype.element_ty), mask=m_g)
     if DELTA:
+        s_bi = token * s_bt + i_h * s_bh + o_tok * s_bt + o_sub * s_bs
         b_raw = tl.load(p_beta + s_bi, mask=m_t, other=0.0).to(tl.float32)
-        b_db = beta_gradient(b_yv - b_fs, b_raw, SIGMOID, DOUBLE)
+        b_db = beta_gradient(b_db, b_raw, SIGMOID, DOUBLE)
         p_tile = p_dbeta + token * s_dbt + i_h * s_dbh + o_tok * s_dbt + o_sub * s_dbs
         tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)
-
-
-@triton.jit
-def _pick_row(b_x, STEP: tl.constexpr, ROW: tl.constexpr):
-    """Row ROW of each group of STEP rows, repeated over its group: [C, D]."""
-    C: tl.constexpr = b_x.shape[0]
-    D: tl.constexpr = b_x.shape[1]
-    b_g = tl.reshape(b_x, [C // STEP, STEP, D])
-    m_r = tl.arange(0, STEP)[None, :, None] == ROW
-    b_r = tl.sum(tl.where(m_r, b_g, 0.0), axis=1)
-    return tl.reshape(tl.broadcast_to(b_r[:, None, :], [C // STEP, STEP, D]), [C, D])
-
-
-@triton.jit
-def _pair_decay(b_gc, B: tl.constexpr):
-    """Factors of one pairing level [C, D]: rows of odd blocks decay from the first row of their
-    block, rows of even blocks to the first row of the next; never above 1 for gates <= 0."""
-    b_x = b_gc - _pick_row(b_gc, 2 * B, B)
-    m_odd = (tl.arange(0, b_gc.shape[0]) // B) % 2 == 1
-    return tl.exp2(tl.where(m_odd[:, None], b_x, -b_x))
-
-
-@triton.jit
-def _pair_mask(o_row, o_col, B):
-    """Where a pairing level holds: row in an odd block of B steps, column in the block before."""
-    return (o_row // B % 2 == 1) & (o_col // B == o_row // B - 1)
-
-
-@triton.jit
-def _within_reach(b_d, REACH: tl.constexpr):
-    """Rows [C] whose distances to the anchor of their 16-block, and those of all rows before them
-    in the block, stay below REACH in every channel. b_d: distances [C, D]."""
-    C: tl.constexpr = b_d.shape[0]
-    o_b = tl.arange(0, 16)
-    b_far = tl.reshape(tl.max(tl.abs(b_d), axis=1), [C // 16, 16])
-    m_up = o_b[None, None, :] <= o_b[None, :, None]
-    b_far = tl.max(tl.where(m_up, b_far[:, None, :], 0.0), axis=2)
-    return tl.reshape(b_far, [C]) < REACH
 
 
 @triton.jit
@@ -567,54 +558,102 @@ def _level_sum(o_i, B):
 
 
 @triton.jit
-def _pair_gradients(
-    b_dq,
-    b_f,
-    b_h,
-    b_dg,
+def _pairs(
+    p_mt,
+    p_xt,
+    m_tile,
     b_q,
-    b_k,
     b_e,
+    b_k,
     b_row,
     b_col,
-    b_m,
-    b_mt,
-    b_x,
-    b_xt,
-    m_pair,
-    m_back,
-    o_i,
-    size,
-    DIAGONAL: tl.constexpr,
-    IO: tl.constexpr,
+    WIDE: tl.constexpr,
     PREC: tl.constexpr,
-    SUM_PREC: tl.constexpr,
 ):
-    """Adds the pairs of one level: rows i carry b_row, columns j carry b_col, m_back is the
-    mask's transpose. Tiles [C, BK] in fp32, M and X [C, C] in io. DIAGONAL: pairs in a block."""
-    C: tl.constexpr = b_q.shape[0]
-    BK: tl.constexpr = b_q.shape[1]
-    b_m = tl.where(m_pair, b_m, 0.0).to(IO)
-    b_x = tl.where(m_pair, b_x, 0.0).to(IO)
-    b_mt = tl.where(m_back, b_mt, 0.0).to(IO)
-    b_xt = tl.where(m_back, b_xt, 0.0).to(IO)
-    b_kc = (b_k * b_col).to(IO)
-    b_s = b_row * tl.dot(b_m, b_kc, input_precision=PREC)
-    b_dq += b_s
-    b_c = b_q * b_s
-    b_s = b_row * tl.dot(b_x, b_kc, input_precision=PREC)
-    b_f += b_s
-    b_c -= b_e * b_s
-    b_s = tl.dot(b_mt, (b_q * b_row).to(IO), input_precision=PREC)
-    b_s = b_col * tl.dot(b_xt, (-b_e * b_row).to(IO), b_s, input_precision=PREC)
-    b_h += b_s
-    if DIAGONAL:
-        b_c = tl.reshape(b_c - b_k * b_s, [C // 16, 16, BK])
-        b_dg += tl.reshape(tl.cumsum(b_c, axis=1, reverse=True), [C, BK])
-    else:
-        b_c += b_k * b_s
-        b_dg = tl.dot(_level_sum(o_i, size), b_c, b_dg, input_precision=SUM_PREC)
-    return b_dq, b_f, b_h, b_dg
+    """The pairs of one level, rows carrying b_row and columns b_col [C, BK]: their parts of dq, f
+    and h. M and X are read where the level holds."""
+    b_m = tl.load(p_mt, mask=m_tile, other=0.0).to(WIDE)
+    b_x = tl.load(p_xt, mask=m_tile, other=0.0).to(WIDE)
+    b_kc = (b_k * b_col).to(WIDE)
+    b_dq = b_row * tl.dot(b_m, b_kc, input_precision=PREC)
+    b_f = b_row * tl.dot(b_x, b_kc, input_precision=PREC)
+    b_h = tl.dot(tl.trans(b_m), (b_q * b_row).to(WIDE), input_precision=PREC)
+    b_h = tl.dot(tl.trans(b_x), (-b_e * b_row).to(WIDE), b_h, input_precision=PREC)
+    return b_dq, b_f, b_col * b_h
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def products_key_kernel(
+    p_v,
+    p_w,
+    p_beta,
+    p_do,
+    p_p,
+    p_t,
+    p_u,
+    p_y,
+    p_dv,
+    p_dw,
+    p_sums,
+    p_cu,
+    N,
+    T,
+    s_cu,
+    s_vt,
+    s_vh,
+    s_wt,
+    s_wh,
+    s_bt,
+    s_bh,
+    s_ot,
+    s_oh,
+    s_dvt,
+    s_dvh,
+    s_dwt,
+    s_dwh,
+    HV: tl.constexpr,
+    HO: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """M and X of a chunk over the tiles of P and W; M's diagonal and Y . v beside them; dv, dw."""
+    IO: tl.constexpr = p_v.dtype.element_ty
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % HO
+    _, i_c, begin, length = locate(pid // HO, p_cu, s_cu, N, T, C, 1)
+    if i_c < 0:
+        return
+    o_i = tl.arange(0, C)
+    m_t = o_i < tl.minimum(length - i_c * C, C).to(tl.int32)
+    token = begin + i_c * C
+    p_v += token * s_vt + (i_h // (HO // HV)) * s_vh
+    p_do += token * s_ot + i_h * s_oh
+    p_dv += token * s_dvt + i_h * s_dvh
+    if p_w is not None:
+        p_w += token * s_wt + i_h * s_wh
+        p_dw += token * s_dwt + i_h * s_dwh
+    b_beta = tl.full([C], 1.0, tl.float32)
+    if not ERASE_KEY:
+        b_beta = load_beta(p_beta + token * s_bt + i_h * s_bh, o_i * s_bt, m_t, SIGMOID, DOUBLE)
+    o_vi = o_i * s_vt
+    o_oi = o_i * s_ot
+    b_m, b_x, b_yv = chunk_products(
+        p_v, p_w, p_u + pid * (C * V), p_y + pid * (C * V), p_do, None, None, None, p_dv, p_dw,
+        None, None, o_vi, o_i * s_wt, o_oi, o_oi, o_oi, o_i * s_dvt, o_i * s_dwt, o_oi,
+        0, m_t, m_t, b_beta, C, C, V, BV, True, ERASE_KEY, False, PREC,
+    )  # fmt: skip
+    m_low = o_i[:, None] > o_i[None, :]
+    o_tile = pid * (C * C) + o_i[:, None] * C + o_i[None, :]
+    tl.store(p_p + o_tile, tl.where(m_low, b_m, 0.0).to(IO))
+    tl.store(p_t + o_tile, tl.where(m_low, b_x, 0.0).to(IO))
+    m_same = o_i[:, None] == o_i[None, :]
+    tl.store(p_sums + pid * (2 * C) + o_i, tl.sum(tl.where(m_same, b_m, 0.0), axis=1))
+    tl.store(p_sums + pid * (2 * C) + C + o_i, b_yv)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -622,22 +661,24 @@ def gradient_key_kernel(
     p_q,
     p_k,
     p_v,
-    p_w,
     p_g,
     p_beta,
     p_alog,
     p_bias,
     p_do,
+    p_l,
+    p_p,
+    p_t,
     p_u,
     p_y,
     p_s,
     p_ds,
+    p_sums,
     p_dq,
     p_dk,
-    p_dv,
-    p_dw,
     p_dg,
     p_dbeta,
+    p_kf,
     p_dalog,
     p_dbias,
     p_cu,
@@ -652,8 +693,6 @@ def gradient_key_kernel(
     s_kh,
     s_vt,
     s_vh,
-    s_wt,
-    s_wh,
     s_gt,
     s_gh,
     s_bt,
@@ -664,10 +703,6 @@ def gradient_key_kernel(
     s_dqh,
     s_dkt,
     s_dkh,
-    s_dvt,
-    s_dvh,
-    s_dwt,
-    s_dwh,
     s_dgt,
     s_dgh,
     s_dbt,
@@ -690,23 +725,31 @@ def gradient_key_kernel(
     PREC: tl.constexpr,
 ):
     IO: tl.constexpr = p_k.dtype.element_ty
-    # As in `factor`: fp16 cannot hold the columns of a diagonal block.
+    NK: tl.constexpr = K // BK
+    NB: tl.constexpr = C // 16
+    # fp16 cannot hold the columns of a diagonal block.
     WIDE: tl.constexpr = tl.float32 if tl.float16 == IO else IO
     WIDE_PREC: tl.constexpr = "tf32" if tl.float16 == IO else PREC
     SUM_PREC: tl.constexpr = PREC if tl.float32 == IO else "tf32"
-    # Inside a diagonal block dG is a difference, and a linear gate divides it by the decay.
-    REACH: tl.constexpr = 1.0 if GATE == "linear" else 100.0
     pid = tl.program_id(0).to(tl.int64)
-    i_h = pid % HO
-    slot = pid // HO
+    i_k = pid % NK
+    tile = pid // NK
+    i_h = tile % HO
+    slot = tile // HO
     _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, 1)
+    if p_dalog is not None:
+        p_dalog += (slot * NK + i_k) * HO + i_h
+    if p_dbias is not None:
+        p_dbias += tile * K + i_k * BK + tl.arange(0, BK)
     if i_c < 0:
         if p_dalog is not None:
-            tl.store(p_dalog + pid, 0.0)
+            tl.store(p_dalog, 0.0)
         if p_dbias is not None:
-            tl.store(p_dbias + pid * K + tl.arange(0, K), tl.zeros([K], tl.float32))
+            tl.store(p_dbias, tl.zeros([BK], tl.float32))
         return
     o_i = tl.arange(0, C)
+    o_n = o_i // 16
+    o_k = i_k * BK + tl.arange(0, BK)
     m_t = o_i < tl.minimum(length - i_c * C, C).to(tl.int32)
     # Everything counts from the chunk's first token: row offsets fit 32 bits.
     token = begin + i_c * C
@@ -716,162 +759,174 @@ def gradient_key_kernel(
     p_g += token * s_gt + i_h * s_gh
     p_beta += token * s_bt + i_h * s_bh
     p_do += token * s_ot + i_h * s_oh
-    p_dq += token * s_dqt + i_h * s_dqh
-    p_dk += token * s_dkt + i_h * s_dkh
-    p_dv += token * s_dvt + i_h * s_dvh
-    p_dg += token * s_dgt + i_h * s_dgh
-    p_dbeta += token * s_dbt + i_h * s_dbh
-    if p_w is not None:
-        p_w += token * s_wt + i_h * s_wh
-        p_dw += token * s_dwt + i_h * s_dwh
+    if p_bias is not None:
+        p_bias += i_h * K
     amp = amplitude(p_alog, i_h)
+    s_qi = o_i * s_qt
+    s_ki = o_i * s_kt
+    s_bi = o_i * s_bt
     b_rk = tl.full([C], 1.0, tl.float32)
     b_rq = tl.full([C], 0.0, tl.float32) + scale
     if NORM:
-        b_rk = _inverse_norm(p_k, o_i * s_kt, m_t, K, BK)
-        b_rq *= _inverse_norm(p_q, o_i * s_qt, m_t, K, BK)
-    b_beta = tl.full([C], 1.0, tl.float32)
-    s_bi = o_i * s_bt
-    if not ERASE_KEY:
-        b_beta = load_beta(p_beta, s_bi, m_t, SIGMOID, DOUBLE)
+        b_rk = _inverse_norm(p_k, s_ki, m_t, K, BK)
+        b_rq *= _inverse_norm(p_q, s_qi, m_t, K, BK)
 
-    if GUARD:
-        p_bh = p_bias + i_h * K if p_bias is not None else p_bias
-        m_act, m_flat, b_mean, b_eta = guard_rows(
-            p_k, p_g, p_beta, p_bh, o_i * s_kt, o_i * s_gt, s_bi, b_rk, m_t, amp, lower,
-            K, BK, GATE, SIGMOID, DOUBLE, IO,
-        )  # fmt: skip
-
-    o_vi = o_i * s_vt
-    o_oi = o_i * s_ot
-    p_ut = p_u + pid * (C * V)
-    p_yt = p_y + pid * (C * V)
-    b_m, b_mt, b_x, b_xt, b_yv = chunk_products(
-        p_v, p_w, p_ut, p_yt, p_do, None, None, None, p_dv, p_dw, None, None,
-        o_vi, o_i * s_wt, o_oi, o_oi, o_oi, o_i * s_dvt, o_i * s_dwt, o_oi,
-        0, m_t, m_t, b_beta, C, C, V, BV, True, ERASE_KEY, False, PREC,
+    o_tile = tile * (C * C) + o_i[:, None] * C + o_i[None, :]
+    p_mt = p_p + o_tile
+    p_xt = p_t + o_tile
+    b_dq, b_f, b_h, b_c = state_products(
+        p_s + tile * (V * K), p_ds + tile * (V * K), p_v, p_u + tile * (C * V),
+        p_y + tile * (C * V), p_do, None, o_i * s_vt, o_i * s_ot, o_i, m_t, m_t, o_k,
+        C, C, K, V, BK, BV, True, PREC,
     )  # fmt: skip
-    m_same = o_i[:, None] == o_i[None, :]
-    b_self = tl.sum(tl.where(m_same, b_m, 0.0), axis=1)
-    b_m = tl.where(m_same, 0.0, b_m).to(IO)
-    b_mt = tl.where(m_same, 0.0, b_mt).to(IO)
-    b_x = tl.where(m_same, 0.0, b_x).to(IO)
-    b_xt = tl.where(m_same, 0.0, b_xt).to(IO)
-
-    p_st = p_s + pid * (V * K)
-    p_dst = p_ds + pid * (V * K)
-    b_fs = tl.zeros([C], tl.float32)
-    b_das = tl.zeros([BK], tl.float32)
-    for i_k in range(0, K, BK):
-        o_k = i_k + tl.arange(0, BK)
-        b_dq, b_f, b_h, b_c = state_products(
-            p_st, p_dst, p_v, p_ut, p_yt, p_do, None, o_vi, o_oi, o_oi, m_t, m_t, o_k,
-            C, C, K, V, BK, BV, True, PREC,
-        )  # fmt: skip
-        # Cumulative gates and rows [C, BK].
-        p_tile = p_g + o_i[:, None] * s_gt + o_k[None, :]
-        b_raw = tl.load(p_tile, mask=m_t[:, None], other=0.0).to(tl.float32)
-        if p_bias is not None:
-            b_raw += tl.load(p_bias + i_h * K + o_k).to(tl.float32)[None, :]
-        b_gc = tl.cumsum(tl.where(m_t[:, None], log2_decay(b_raw, amp, lower, GATE), 0.0), axis=0)
-        b_k = tl.load(p_k + o_i[:, None] * s_kt + o_k[None, :], mask=m_t[:, None], other=0.0)
-        b_k = b_k.to(tl.float32) * b_rk[:, None]
-        b_q = tl.load(p_q + o_i[:, None] * s_qt + o_k[None, :], mask=m_t[:, None], other=0.0)
-        b_q = b_q.to(tl.float32) * b_rq[:, None]
-        if ERASE_KEY:
-            s_b = s_bi[:, None] + o_k[None, :]
-            m_b = m_t[:, None] & (o_k >= 0)[None, :]
-            b_b = load_beta(p_beta, s_b, m_b, SIGMOID, DOUBLE)
-            if GUARD:
-                b_b = guarded(b_b, m_act, m_flat, b_mean, b_eta, IO)
-            b_e = b_k * b_b
-        else:
-            b_e = b_k * b_beta[:, None]
-
-        # Through the states.
-        b_end = tl.sum(tl.where((o_i == C - 1)[:, None], b_gc, 0.0), axis=0)
-        b_up = tl.exp2(b_gc)
-        b_dq *= b_up
-        b_f *= b_up
-        b_h *= tl.exp2(b_end[None, :] - b_gc)
-        b_dg = tl.cumsum(b_q * b_dq - b_e * b_f, axis=0, reverse=True)
-        b_dg += (tl.exp2(b_end) * b_c)[None, :]
-        b_before = tl.where(o_i[:, None] > o_i[None, :], 1.0, 0.0)  # [step, column]
-        b_dg = tl.dot(b_before, b_h * b_k, b_dg, input_precision=SUM_PREC)
-
-        # Pairs of blocks, then the diagonal blocks: the levels of `factor`.
-        if C >= 64:
-            b_w = _pair_decay(b_gc, 32)
-            m_p = _pair_mask(o_i[:, None], o_i[None, :], 32)
-            m_b = _pair_mask(o_i[None, :], o_i[:, None], 32)
-            b_dq, b_f, b_h, b_dg = _pair_gradients(
-                b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                o_i, 32, False, IO, PREC, SUM_PREC,
+    p_l += tile * ((C + 4 * NB) * K)
+    p_lk = p_l + o_k[None, :]
+    p_fk = p_lk + (C + o_n)[:, None] * K
+    b_l = tl.load(p_lk + o_i[:, None] * K)
+    b_y = tl.exp2(tl.load(p_lk + (o_n * 16 + 15)[:, None] * K) - b_l)
+    b_x = tl.exp2(b_l)
+    b_k, b_b, b_q = _key_rows(
+        p_k, p_q, p_beta, s_ki, s_qi, s_bi, o_k[None, :], m_t, b_rk, b_rq,
+        ERASE_KEY, True, SIGMOID, DOUBLE,
+    )  # fmt: skip
+    if ERASE_KEY:
+        if GUARD:
+            m_act, m_flat, b_mean, b_eta = guard_rows(
+                p_k, p_g, p_beta, p_bias, s_ki, o_i * s_gt, s_bi, b_rk, m_t, amp, lower,
+                K, BK, GATE, SIGMOID, DOUBLE, IO,
             )  # fmt: skip
-        if C >= 32:
-            b_w = _pair_decay(b_gc, 16)
-            m_p = _pair_mask(o_i[:, None], o_i[None, :], 16)
-            m_b = _pair_mask(o_i[None, :], o_i[:, None], 16)
-            b_dq, b_f, b_h, b_dg = _pair_gradients(
-                b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                o_i, 16, False, IO, PREC, SUM_PREC,
-            )  # fmt: skip
-        b_d = b_gc - _pick_row(b_gc, 16, 7)
-        m_near = _within_reach(b_d, REACH)
-        b_row = tl.exp2(tl.minimum(tl.maximum(b_d, -REACH), REACH))
-        b_col = 1.0 / b_row
-        m_b = o_i[:, None] // 16 == o_i[None, :] // 16
-        m_p = m_b & (o_i[:, None] > o_i[None, :]) & m_near[:, None]
-        m_b = m_b & (o_i[:, None] < o_i[None, :]) & m_near[None, :]
-        b_dq, b_f, b_h, b_dg = _pair_gradients(
-            b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_row, b_col, b_m, b_mt, b_x, b_xt, m_p, m_b,
-            o_i, 16, True, WIDE, WIDE_PREC, SUM_PREC,
-        )  # fmt: skip
-        if tl.min(m_near.to(tl.int32), axis=0) == 0:
-            m_far = m_near == 0
-            # One body for the four levels: unrolled, they would set the register count.
-            for i_b in range(4):
-                size = 8 >> i_b
-                o_mid = (o_i // (2 * size) * 2 + 1) * size
-                o_mid = tl.broadcast_to(o_mid[:, None], [C, BK])
-                b_w = b_gc - tl.gather(b_gc, o_mid, axis=0)
-                b_w = tl.exp2(tl.where((o_i // size % 2 == 1)[:, None], b_w, -b_w))
-                m_p = _pair_mask(o_i[:, None], o_i[None, :], size) & m_far[:, None]
-                m_b = _pair_mask(o_i[None, :], o_i[:, None], size) & m_far[None, :]
-                b_dq, b_f, b_h, b_dg = _pair_gradients(
-                    b_dq, b_f, b_h, b_dg, b_q, b_k, b_e, b_w, b_w, b_m, b_mt, b_x, b_xt, m_p, m_b,
-                    o_i, size, False, IO, PREC, SUM_PREC,
-                )  # fmt: skip
-        # A row and its own column: nothing decays between them.
-        b_dq += b_self[:, None] * b_k
-        b_h += b_self[:, None] * b_q
+            b_b = guarded(b_b, m_act, m_flat, b_mean, b_eta, IO)
+    else:
+        b_b = load_beta(p_beta, s_bi, m_t, SIGMOID, DOUBLE)[:, None]
+    b_e = b_k * b_b
 
-        # Chain rules and stores.
-        b_dx, b_da = gate_gradient(tl.where(m_t[:, None], b_dg, 0.0), b_raw, amp, lower, GATE)
-        p_tile = p_dg + o_i[:, None] * s_dgt + o_k[None, :]
-        tl.store(p_tile, b_dx.to(p_dg.dtype.element_ty), mask=m_t[:, None])
-        if p_dbias is not None:
-            tl.store(p_dbias + pid * K + o_k, tl.sum(b_dx, axis=0))
-        if p_dalog is not None:
-            b_das += tl.sum(b_da, axis=0)
-        p_tile = p_dq + o_i[:, None] * s_dqt + o_k[None, :]
-        tl.store(p_tile, (scale * b_dq).to(p_dq.dtype.element_ty), mask=m_t[:, None])
-        if ERASE_KEY:
-            b_h -= b_b * b_f
-            b_raw = tl.load(p_beta + s_b, mask=m_t[:, None], other=0.0).to(tl.float32)
-            b_db = beta_gradient(-b_k * b_f, b_raw, SIGMOID, DOUBLE)
-            p_tile = p_dbeta + o_i[:, None] * s_dbt + o_k[None, :]
-            tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t[:, None])
-        else:
-            b_h -= b_beta[:, None] * b_f
-            b_fs += tl.sum(b_k * b_f, axis=1)
-        p_tile = p_dk + o_i[:, None] * s_dkt + o_k[None, :]
-        tl.store(p_tile, b_h.to(p_dk.dtype.element_ty), mask=m_t[:, None])
+    # Through the states. b_rows: what a gate decays if it comes no later; b_cols: if later.
+    b_s = b_x * tl.load(p_fk)
+    b_dq *= b_s
+    b_f *= b_s
+    b_h *= b_y * tl.load(p_fk + NB * K)
+    b_rows = b_q * b_dq - b_e * b_f
+    b_cols = b_k * b_h
+    b_end = tl.load(p_l + 15 * K + o_k)
+    if NB == 2:
+        b_end += tl.load(p_l + 31 * K + o_k)
+    b_dg = tl.zeros([C, BK], tl.float32) + (tl.exp2(b_end) * b_c)[None, :]
+    m_block = o_n[:, None] == o_n[None, :]
+    if NB == 2:
+        # Gates of one block: all rows of a later one, all columns of an earlier one.
+        b_s = tl.where((o_n == 1)[:, None], b_rows, b_cols)
+        b_w = tl.where(m_block, 0.0, 1.0)
+        b_dg = tl.dot(b_w, b_s, b_dg, input_precision=SUM_PREC)
 
+        # Rows of the second block with columns of the first.
+        b_sq, b_sf, b_sh = _pairs(
+            p_mt, p_xt, o_n[:, None] > o_n[None, :], b_q, b_e, b_k, b_x, b_y, IO, PREC
+        )
+        b_dq += b_sq
+        b_f += b_sf
+        b_h += b_sh
+        b_rows += b_q * b_sq - b_e * b_sf
+        b_cols += b_k * b_sh
+    b_w = tl.where(m_block & (o_i[:, None] > o_i[None, :]), 1.0, 0.0)
+    b_dg = tl.dot(b_w, b_cols, b_dg, input_precision=SUM_PREC)
+
+    # Whether the anchors of the diagonal blocks are within reach: gates <= 0, the ends are
+    # farthest. For linear gates, whose dg is divided by the decay and must not be a difference,
+    # they never are.
+    far = True
+    if GATE != "linear":
+        p_16 = p_l + tl.arange(0, NB)[:, None] * (16 * K) + o_k[None, :]
+        b_mid = tl.load(p_16 + MIDDLE * K)
+        b_far = tl.maximum(tl.load(p_16) - b_mid, b_mid - tl.load(p_16 + 15 * K))
+        far = tl.max(tl.max(b_far, axis=1), axis=0) >= REACH
+    if far:
+        for i_b in range(4):
+            size = 8 >> i_b
+            b_s = tl.load(p_lk + ((o_i // (2 * size) * 2 + 1) * size)[:, None] * K)
+            m_odd = (o_i // size % 2 == 1)[:, None]
+            b_s = tl.exp2(tl.where(m_odd, b_l - b_s, b_s - b_l))
+            m_pair = m_odd & (o_i[None, :] // size == (o_i // size - 1)[:, None])
+            b_sq, b_sf, b_sh = _pairs(p_mt, p_xt, m_pair, b_q, b_e, b_k, b_s, b_s, IO, PREC)
+            b_dq += b_sq
+            b_f += b_sf
+            b_h += b_sh
+            b_s = b_q * b_sq - b_e * b_sf + b_k * b_sh
+            b_dg = tl.dot(_level_sum(o_i, size), b_s, b_dg, input_precision=SUM_PREC)
+    else:
+        b_s = b_l - tl.load(p_lk + (o_n * 16 + MIDDLE)[:, None] * K)
+        b_sq, b_sf, b_sh = _pairs(
+            p_mt, p_xt, m_block, b_q, b_e, b_k, tl.exp2(b_s), tl.exp2(-b_s), WIDE, WIDE_PREC
+        )
+        b_dq += b_sq
+        b_f += b_sf
+        b_h += b_sh
+        b_rows += b_q * b_sq - b_e * b_sf - b_k * b_sh
+    b_w = tl.where(m_block & (o_i[:, None] <= o_i[None, :]), 1.0, 0.0)
+    b_dg = tl.dot(b_w, b_rows, b_dg, input_precision=SUM_PREC)
+    # A row and its own column: nothing decays between them.
+    b_self = tl.load(p_sums + tile * (2 * C) + o_i)[:, None]
+    b_dq += b_self * b_k
+    b_h += b_self * b_q
+
+    # Chain rules and stores.
+    m_t = m_t[:, None]
+    o_k = o_k[None, :]
+    b_raw = tl.load(p_g + (o_i * s_gt)[:, None] + o_k, mask=m_t, other=0.0).to(tl.float32)
+    if p_bias is not None:
+        b_raw += tl.load(p_bias + o_k).to(tl.float32)
+    b_dx, b_da = gate_gradient(tl.where(m_t, b_dg, 0.0), b_raw, amp, lower, GATE)
+    p_dg += token * s_dgt + i_h * s_dgh + (o_i * s_dgt)[:, None] + o_k
+    tl.store(p_dg, b_dx.to(p_dg.dtype.element_ty), mask=m_t)
+    if p_dbias is not None:
+        tl.store(p_dbias, tl.sum(b_dx, axis=0))
     if p_dalog is not None:
-        tl.store(p_dalog + pid, tl.sum(b_das))
-    if not ERASE_KEY:
-        b_raw = tl.load(p_beta + s_bi, mask=m_t, other=0.0).to(tl.float32)
-        b_db = beta_gradient(b_yv - b_fs, b_raw, SIGMOID, DOUBLE)
-        p_tile = p_dbeta + o_i * s_dbt
-        tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)
+        tl.store(p_dalog, tl.sum(b_da))
+    p_dq += token * s_dqt + i_h * s_dqh + (o_i * s_dqt)[:, None] + o_k
+    tl.store(p_dq, (scale * b_dq).to(p_dq.dtype.element_ty), mask=m_t)
+    b_h -= b_b * b_f
+    p_dk += token * s_dkt + i_h * s_dkh + (o_i * s_dkt)[:, None] + o_k
+    tl.store(p_dk, b_h.to(p_dk.dtype.element_ty), mask=m_t)
+    if ERASE_KEY:
+        b_raw = tl.load(p_beta + s_bi[:, None] + o_k, mask=m_t, other=0.0).to(tl.float32)
+        b_db = beta_gradient(-b_k * b_f, b_raw, SIGMOID, DOUBLE)
+        p_dbeta += token * s_dbt + i_h * s_dbh + (o_i * s_dbt)[:, None] + o_k
+        tl.store(p_dbeta, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)
+    else:
+        tl.store(p_kf + (tile * NK + i_k) * C + o_i, tl.sum(b_k * b_f, axis=1))
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def beta_key_kernel(
+    p_beta,
+    p_sums,
+    p_kf,
+    p_dbeta,
+    p_cu,
+    N,
+    T,
+    s_cu,
+    s_bt,
+    s_bh,
+    s_dbt,
+    s_dbh,
+    HO: tl.constexpr,
+    C: tl.constexpr,
+    NK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):
+    """db = Y . v - k . f of a chunk, for a strength a head: sums what the K-blocks left."""
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % HO
+    _, i_c, begin, length = locate(pid // HO, p_cu, s_cu, N, T, C, 1)
+    if i_c < 0:
+        return
+    o_i = tl.arange(0, C)
+    m_t = i_c * C + o_i < length
+    o_t = begin + i_c * C + o_i
+    b_db = tl.load(p_sums + pid * (2 * C) + C + o_i)
+    for i_k in tl.static_range(NK):
+        b_db -= tl.load(p_kf + (pid * NK + i_k) * C + o_i)
+    b_raw = tl.load(p_beta + o_t * s_bt + i_h * s_bh, mask=m_t, other=0.0).to(tl.float32)
+    b_db = beta_gradient(b_db, b_raw, SIGMOID, DOUBLE)
+    tl.store(p_dbeta + o_t * s_dbt + i_h * s_dbh, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)

@@ -16,7 +16,10 @@ access out of bounds.
 import triton
 import triton.language as tl
 
-__all__ = ["checkpoint_base", "locate", "query_rows", "sequence_span"]
+__all__ = ["ROWS", "checkpoint_base", "locate", "query_rows", "sequence_span"]
+
+# Row factors of a chunk under a per-head gate: erase, query, key, cumulative gate, write strength.
+ROWS = tl.constexpr(5)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ What those tiles leave to do is token-parallel (`gradient`).
 The same kernel without these outputs gives the gradient that reaches the first state, and with
 dS = I and no dO the transposed transition of a sequence.
 
+As in `scan`, dO and z reach accumulators by a product with the unit matrix.
+
 Loads of one chunk: (1 or 3) C K + CQ V + C C + CQ C io elements, staged by the software pipeline.
 """
 
@@ -22,7 +24,7 @@ import triton.language as tl
 
 from lagraph.engines.triton.kernels.factor import load_beta
 from lagraph.engines.triton.kernels.gate import sigmoid
-from lagraph.engines.triton.kernels.index import query_rows, sequence_span
+from lagraph.engines.triton.kernels.index import ROWS, query_rows, sequence_span
 
 __all__ = ["load_dout", "reverse_kernel"]
 
@@ -117,6 +119,8 @@ def reverse_kernel(
     p_kh = p_k + (i_h // (HO // HK)) * s_kh
     p_qh = p_q + (i_h // (HO // H)) * s_qh if p_do is not None else p_kh
     chunks = tl.cdiv(length, C)
+    o_b = tl.arange(0, BV)
+    b_unit = tl.where(o_b[:, None] == o_b[None, :], 1.0, 0.0).to(IO)
     for i_r in range(0, chunks):
         i_c = chunks - 1 - i_r
         block = (first + i_c) * HO + i_h
@@ -128,14 +132,34 @@ def reverse_kernel(
         if p_ds is not None:
             tl.store(p_ds + block * (V * K) + o_v[:, None] * K + o_k[None, :], b_ds16)
         o_tile = block * (C * K) + o_i[:, None] * K + o_k[None, :]
-        p_row = p_rows + block * (4 * C) if not KEY_GATE else p_decay
+        # Row factors before all else: their latency hides behind the first product.
+        if KEY_GATE:
+            b_decay = tl.load(p_decay + block * K + o_k)
+        else:
+            p_row = p_rows + block * (ROWS * C)
+            b_decay = tl.load(p_row + 4 * C - 1)
+            if WRITES:
+                b_kf = tl.load(p_row + 2 * C + o_i)
+            if DELTA:
+                b_ef = tl.load(p_row + o_i)
+            if p_do is not None:
+                b_qf = tl.load(p_row + C + o_q)
+        if DELTA and not ERASE_KEY:
+            o_beta = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
+            b_beta = load_beta(p_beta, o_beta, m_t, SIGMOID, DOUBLE)
         if p_do is not None:
             i_tq, _, m_q = query_rows(i_c, length, C, CQ, NS)
-            o_out = (begin + i_tq)[None, :]
-            b_do = load_dout(
-                p_do, p_z, i_h * s_oh + o_v[:, None] + o_out * s_ot,
-                i_h * s_zh + o_v[:, None] + o_out * s_zt, m_q[None, :],
-            )  # fmt: skip  # [BV, CQ]
+            o_out = (begin + i_tq)[:, None]
+            p_tile = p_do + i_h * s_oh + o_out * s_ot + o_v[None, :]
+            b_do = tl.trans(tl.load(p_tile, mask=m_q[:, None], other=0.0))  # [BV, CQ]
+            if p_z is not None:
+                p_tile = p_z + i_h * s_zh + o_out * s_zt + o_v[None, :]
+                b_z = tl.load(p_tile, mask=m_q[:, None], other=0.0)  # [CQ, BV]
+                b_z = tl.dot(b_unit, tl.trans(b_z), input_precision=PREC)
+                b_dof = tl.dot(b_unit, b_do, input_precision=PREC) * (b_z * sigmoid(b_z))
+                b_do = b_dof.to(IO)
+            elif not KEY_GATE:
+                b_dof = tl.dot(b_unit, b_do, input_precision=PREC)
 
         # Gradient of what the chunk writes.
         if WRITES:
@@ -146,7 +170,7 @@ def reverse_kernel(
                 s_ki = o_tok * s_kt + o_sub * s_ks
                 b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
                 b_du = tl.dot(b_ds16, tl.trans(b_k), input_precision=PREC)
-                b_du *= tl.load(p_row + 2 * C + o_i)[None, :]
+                b_du *= b_kf[None, :]
             if p_do is not None:
                 b_p = tl.load(p_p + block * (CQ * C) + o_q[:, None] * C + o_i[None, :])  # [CQ, C]
                 b_du = tl.dot(b_do, b_p, b_du, input_precision=PREC)
@@ -159,9 +183,9 @@ def reverse_kernel(
 
         # Gradient of the chunk's entering state.
         if KEY_GATE:
-            b_ds *= tl.load(p_decay + block * K + o_k)[None, :]
+            b_ds *= b_decay[None, :]
         else:
-            b_ds *= tl.exp2(tl.load(p_row + 4 * C - 1))
+            b_ds *= tl.exp2(b_decay)
         if p_do is not None:
             if KEY_GATE:
                 b_q = tl.load(p_q + o_tile)  # [CQ, K]
@@ -169,18 +193,17 @@ def reverse_kernel(
             else:
                 p_tile = p_qh + (begin + i_tq)[:, None] * s_qt + o_k[None, :]
                 b_q = tl.load(p_tile, mask=m_q[:, None], other=0.0)
-                b_dq = (b_do.to(tl.float32) * tl.load(p_row + C + o_q)[None, :]).to(IO)
+                b_dq = (b_dof * b_qf[None, :]).to(IO)
                 b_ds = tl.dot(b_dq, b_q, b_ds, input_precision=PREC)
         if DELTA:
             b_r = -b_y
             if not ERASE_KEY:
-                o_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
-                b_r *= load_beta(p_beta, o_b, m_t, SIGMOID, DOUBLE)[None, :]
+                b_r *= b_beta[None, :]
             if KEY_GATE:
                 b_e = tl.load(p_e + o_tile)  # [C, K]
                 b_ds = tl.dot(b_r.to(IO), b_e, b_ds, input_precision=PREC)
             else:
-                b_r *= tl.load(p_row + o_i)[None, :]
+                b_r *= b_ef[None, :]
                 b_ds = tl.dot(b_r.to(IO), b_k, b_ds, input_precision=PREC)
 
     if p_dh0 is not None:

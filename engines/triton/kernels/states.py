@@ -8,6 +8,8 @@ One program per (span, head, V-slice), the state in fp32 registers as in `scan`.
 sequence, or what lies between two checkpoints of it, each span starting from its own row. Written,
 in io dtype and by slot: S at every chunk's start [V, K], and the corrected values U [C, V].
 
+As in `scan`, v and w reach their accumulators by a product with the unit matrix.
+
 Loads of one chunk: (1 or 2) C K + C V + C C io elements, staged by the software pipeline.
 """
 
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from lagraph.engines.triton.kernels.factor import load_beta
-from lagraph.engines.triton.kernels.index import checkpoint_base, locate, sequence_span
+from lagraph.engines.triton.kernels.index import ROWS, checkpoint_base, locate, sequence_span
 
 __all__ = ["states_kernel"]
 
@@ -99,7 +101,9 @@ def states_kernel(
         else:
             b_s = tl.zeros([BV, K], tl.float32)
 
-    p_vh = p_v + (i_h // (HO // HV)) * s_vh + o_v[:, None]
+    p_vh = p_v + (i_h // (HO // HV)) * s_vh + o_v[None, :]
+    o_b = tl.arange(0, BV)
+    b_unit = tl.where(o_b[:, None] == o_b[None, :], 1.0, 0.0).to(IO)
     p_kh = p_k + (i_h // (HO // HK)) * s_kh
     for i_c in range(i_first, last):
         block = (first + i_c) * HO + i_h
@@ -107,45 +111,50 @@ def states_kernel(
         m_t = o_t < length
         o_tok = begin + o_t // NS
         o_sub = o_t % NS
+        # Row factors before all else: their latency hides behind the first product.
+        if KEY_GATE:
+            o_tile = block * (C * K) + o_i[:, None] * K + o_k[None, :]
+            b_decay = tl.load(p_decay + block * K + o_k)
+            b_k = tl.load(p_k + o_tile)  # [C, K]
+        else:
+            p_row = p_rows + block * (ROWS * C)
+            b_decay = tl.load(p_row + 4 * C - 1)
+            b_kf = tl.load(p_row + 2 * C + o_i)
+            if DELTA:
+                b_ef = tl.load(p_row + o_i)
+            s_ki = o_tok * s_kt + o_sub * s_ks
+            b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
+        if DELTA and not ERASE_KEY:
+            o_beta = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
+            b_beta = load_beta(p_beta, o_beta, m_t, SIGMOID, DOUBLE)
+        s_vi = o_tok * s_vt + o_sub * s_vs
+        b_v = tl.load(p_vh + s_vi[:, None], mask=m_t[:, None], other=0.0)  # [C, BV]
         b_s16 = b_s.to(IO)
         tl.store(p_s + block * (V * K) + o_v[:, None] * K + o_k[None, :], b_s16)
 
-        if KEY_GATE:
-            o_tile = block * (C * K) + o_i[:, None] * K + o_k[None, :]
-            b_k = tl.load(p_k + o_tile)  # [C, K]
-        else:
-            p_row = p_rows + block * (4 * C)
-            s_ki = o_tok * s_kt + o_sub * s_ks
-            b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
-        s_vi = o_tok * s_vt + o_sub * s_vs
-        b_v = tl.load(p_vh + s_vi[None, :], mask=m_t[None, :], other=0.0)  # [BV, C]
-
         if DELTA:
-            if KEY_GATE:
-                b_e = tl.load(p_e + o_tile)  # [C, K]
-                b_r = tl.dot(b_s16, tl.trans(b_e), input_precision=PREC)
-            else:
-                b_r = tl.dot(b_s16, tl.trans(b_k), input_precision=PREC)
-                b_r *= tl.load(p_row + o_i)[None, :]
+            b_e = tl.load(p_e + o_tile) if KEY_GATE else b_k  # [C, K]
+            b_r = tl.dot(b_s16, tl.trans(b_e), input_precision=PREC)
+            b_r = -b_r if KEY_GATE else b_r * -b_ef[None, :]
             if p_w is None:
-                b_r = b_v.to(tl.float32) - b_r
+                b_r = tl.dot(b_unit, tl.trans(b_v), b_r, input_precision=PREC)
             else:
-                p_tile = p_w + i_h * s_wh + o_v[:, None] + o_tok[None, :] * s_wt
-                b_w = tl.load(p_tile, mask=m_t[None, :], other=0.0)
-                b_r = b_v.to(tl.float32) * b_w.to(tl.float32) - b_r
+                p_tile = p_w + i_h * s_wh + o_tok[:, None] * s_wt + o_v[None, :]
+                b_w = tl.load(p_tile, mask=m_t[:, None], other=0.0)  # [C, BV]
+                b_w = tl.dot(b_unit, tl.trans(b_w), input_precision=PREC)
+                b_r += tl.dot(b_unit, tl.trans(b_v), input_precision=PREC) * b_w
             if not ERASE_KEY:
-                o_b = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
-                b_r *= load_beta(p_beta, o_b, m_t, SIGMOID, DOUBLE)[None, :]
+                b_r *= b_beta[None, :]
             b_t = tl.load(p_t + block * (C * C) + o_i[:, None] * C + o_i[None, :])  # [C, C]
             b_u = tl.dot(b_r.to(IO), tl.trans(b_t), input_precision=PREC)
             b_u16 = b_u.to(IO)
             tl.store(p_u + block * (C * V) + o_i[None, :] * V + o_v[:, None], b_u16)
         else:
-            b_u = b_v.to(tl.float32)
+            b_u = tl.dot(b_unit, tl.trans(b_v), input_precision=PREC)  # [BV, C]
 
         if KEY_GATE:
-            b_s *= tl.load(p_decay + block * K + o_k)[None, :]
+            b_s *= b_decay[None, :]
         else:
-            b_s *= tl.exp2(tl.load(p_row + 4 * C - 1))
-            b_u16 = (b_u * tl.load(p_row + 2 * C + o_i)[None, :]).to(IO)
+            b_s *= tl.exp2(b_decay)
+            b_u16 = (b_u * b_kf[None, :]).to(IO)
         b_s = tl.dot(b_u16, b_k, b_s, input_precision=PREC)

@@ -1,0 +1,173 @@
+"""Algebra on summaries: the affine maps that spans of tokens make of the state entering them.
+
+A summary is packed: [..., V + K, K] holds the bias [V, K] above the transition [K, K] of a
+delta-rule family, S_out = S_in @ A + B. Mamba-2 has one decay per head, so there [..., V + 1, K]
+holds the bias above a row whose every entry is m, the log2 of the span's decay:
+S_out = 2^m S_in + B. Beside a state the number of rows tells the two apart, except for K = 1;
+elsewhere a caller has to say so (`log2_decay`).
+
+All functions are differentiable and compute in fp32 (fp64 for fp64 summaries), in IEEE products
+whatever `torch.get_float32_matmul_precision` says.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lagraph.errors import ShapeMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+__all__ = ["compose_summaries", "merge_state", "neutral_summary", "pack", "split"]
+
+
+def neutral_summary(
+    heads: int,
+    value_dim: int,
+    key_dim: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    log2_decay: bool = False,
+) -> Tensor:
+    """The identity map: `merge_state(state, neutral)` is the state.
+
+    Args:
+        heads: Value heads H.
+        value_dim: V.
+        key_dim: K.
+        device: Where to make it.
+        dtype: fp32, or fp64.
+        log2_decay: Of Mamba-2.
+
+    Returns:
+        [H, V + K, K], or [H, V + 1, K] for Mamba-2.
+    """
+    rows = 1 if log2_decay else key_dim
+    made = torch.zeros(heads, value_dim + rows, key_dim, dtype=dtype, device=device)
+    if not log2_decay:
+        made[:, value_dim:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return made
+
+
+def merge_state(state: Tensor, summary: Tensor, *, log2_decay: bool | None = None) -> Tensor:
+    """The state after a span: `state @ A + B`.
+
+    Args:
+        state: [..., V, K].
+        summary: [..., V + K, K], or [..., V + 1, K] for Mamba-2; leading axes broadcast.
+        log2_decay: Whether it is Mamba-2's; None reads that off the shape (False for K = 1).
+
+    Returns:
+        [..., V, K] in the summary's dtype.
+
+    Raises:
+        ShapeMismatch: The two do not fit.
+    """
+    bias, transition, scalar = split("merge_state", summary, state.shape[-2], log2_decay)
+    state = state.to(summary.dtype)
+    if state.shape[-1] != summary.shape[-1]:
+        raise ShapeMismatch(
+            "merge_state", "state", expected=f"K = {summary.shape[-1]} columns, as summary",
+            got=str(state.shape[-1]), mend="Give the state [..., V, K]",
+        )  # fmt: skip
+    if scalar:
+        return state * torch.exp2(transition) + bias
+    return _product(state, transition) + bias
+
+
+def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) -> Tensor:
+    """The map that applies `first` and then `then`: (A0 A1, B0 A1 + B1).
+
+    Args:
+        first: A summary [..., V + K, K], or [..., V + 1, K] for Mamba-2.
+        then: Another of its kind; leading axes broadcast.
+        log2_decay: Whether they are Mamba-2's: the shape alone does not tell here.
+
+    Returns:
+        A summary of the same kind.
+
+    Raises:
+        ShapeMismatch: The two do not fit.
+    """
+    rows, keys = first.shape[-2:]
+    value_dim = rows - (1 if log2_decay else keys)
+    if then.shape[-2:] != first.shape[-2:]:
+        raise ShapeMismatch(
+            "compose_summaries", "then", expected=f"[..., {rows}, {keys}], as first",
+            got=f"shape {list(then.shape)}", mend="Compose summaries of one family and size",
+        )  # fmt: skip
+    bias, transition, scalar = split("compose_summaries", then, value_dim, log2_decay)
+    if scalar:
+        before, decay, _ = split("compose_summaries", first, value_dim, True)
+        merged = before * torch.exp2(transition) + bias
+        return torch.cat([merged, (decay + transition).expand_as(merged[..., :1, :])], -2)
+    both = _product(first.to(then.dtype), transition)
+    return torch.cat([both[..., :value_dim, :] + bias, both[..., value_dim:, :]], -2)
+
+
+def pack(bias: Tensor, transition: Tensor) -> Tensor:
+    """What a `*_summary` returns, [N, H, V, K] and [N, H, K, K] or log2 decays [N, H], packed."""
+    if transition.dim() == 2:
+        transition = transition[..., None, None].expand(*transition.shape, 1, bias.shape[-1])
+    return torch.cat([bias, transition], -2)
+
+
+def split(
+    op: str, summary: Tensor, value_dim: int, log2_decay: bool | None = None
+) -> tuple[Tensor, Tensor, bool]:
+    """Bias, transition (a row of log2 decays for Mamba-2), and whether it is Mamba-2's."""
+    rows, keys = summary.shape[-2:]
+    rest = rows - value_dim
+    scalar = rest == 1 and keys != 1 if log2_decay is None else log2_decay
+    if rest != (1 if scalar else keys):
+        raise ShapeMismatch(
+            op, "summary", expected=f"V + K = {value_dim + keys} rows, or V + 1 for Mamba-2",
+            got=f"{rows} rows of {keys}", mend="Pack it as [bias; transition]",
+        )  # fmt: skip
+    return summary[..., :value_dim, :], summary[..., value_dim:, :], scalar
+
+
+class _Product(torch.autograd.Function):
+    """a @ b in IEEE fp32, its gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        with _ieee(a.device):
+            return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        da = _product(grad[0], b.mT).sum_to_size(a.shape)
+        return da, _product(a.mT, grad[0]).sum_to_size(b.shape)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return _Product.apply(a, b)
+
+
+@contextmanager
+def _ieee(device: torch.device) -> Iterator[None]:
+    """fp32 products in full precision; where that is set already, nothing is touched."""
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    matmul = getattr(backend, "matmul", None)
+    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
+    full: Any = "ieee" if name == "fp32_precision" else False
+    before = getattr(matmul, name, full)
+    if before in (full, "none"):
+        yield
+        return
+    setattr(matmul, name, full)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
