@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINE", "EagerEngine", "EagerPlan"]
 
-# Rows of a chunk by default. The work inside a chunk grows with its rows, and the delta rule has
-# more of it; the states between chunks cost more the more there are.
-CHUNK = {"delta": 32, "plain": 64}
+# Rows of a chunk by default: the work inside a chunk grows with its rows, and gates per key channel
+# have the more of it; states between chunks cost more the more there are.
+CHUNK = {"head": 64, "key": 32}
 SUBTOKEN_PORTS = ("k", "v", "beta", "dK", "dV", "dBeta")
 
 
@@ -65,8 +65,7 @@ class EagerEngine:
 
     def plan(self, problem: Problem, knobs: Mapping[str, int | str]) -> EagerPlan:
         """A plan for this problem."""
-        rows = CHUNK["delta" if problem.traits.delta else "plain"]
-        return EagerPlan(problem, int(knobs.get("chunk", rows)))
+        return EagerPlan(problem, int(knobs.get("chunk", CHUNK[problem.traits.gate])))
 
 
 ENGINE = EagerEngine()

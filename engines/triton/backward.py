@@ -153,6 +153,7 @@ class _BackPlan(_Plan):
             **self.heads, KEY_GATE=self.key_gate, DELTA=self.delta, ERASE_KEY=self.erase_key,
             IDENTITY=identity, **self.activation, PREC=config.precision,
             num_warps=config.scan_warps, num_stages=config.scan_stages,
+            maxnreg=config.serial_registers,
         )  # fmt: skip
 
 
@@ -301,6 +302,7 @@ class BackwardPlan(_BackPlan):
             C=config.chunk, BV=block_v, KEY_GATE=self.key_gate, DELTA=self.delta,
             ERASE_KEY=self.erase_key, **self.activation, EVERY=every if rows is not None else 1,
             PREC=config.precision, num_warps=config.scan_warps, num_stages=config.scan_stages,
+            maxnreg=config.serial_registers,
         )  # fmt: skip
 
     def gradient_head(

@@ -180,12 +180,12 @@ def _tile(
 
 # The forward's serial pass at a call's shapes ---------------------------------------------------
 
-# Microseconds, fitted on an H200 (132 SMs; bf16, K = V = 128, chunks of 64): 64 x 128 slices of the
-# state with 4 warps take 1.7 a chunk on half of the SMs and 2.0 on all, 128 x 128 with 8 warps 2.4
-# on a quarter and 2.7 on all.
-LATENCY = 0.8  # of a chunk, whatever the slice: products that wait for one another
-WORK = 0.75  # of a chunk for every 64 x 128 of the state
-KEYS = 1.35  # how much longer where a gate a key channel makes tiles of the rows: more to load
+# Microseconds, fitted on an H200 (132 SMs; bf16, K = V = 128): of chunks of 64, slices of 64 x 128
+# with 4 warps take 1.7 on half of the SMs and 2.0 on all, 128 x 128 with 8 warps 2.4 on a quarter
+# and 2.7 on all; of chunks of 32, these take 1.6 on all, or 1.8 under a gate a key channel.
+LATENCY = 0.6  # of a chunk, whatever the slice: products that wait for one another
+WORK = 0.85  # of 64 steps of a chunk for every 64 x 128 of the state
+KEYS = 1.2  # how much longer where a gate a key channel makes tiles of the rows: more to load
 PLAIN = 0.6  # share of WORK that is left without the delta rule
 WIDE = 6.0  # how much more WORK fp32 products are
 CROWD = 0.2  # how much longer with all SMs busy: L2 and memory are shared
@@ -195,7 +195,7 @@ LINK = 3.0  # a segment's state from that of the one before it
 LAUNCH = 6.0  # of one more kernel
 GAIN = 0.9  # segments must be predicted to take at most this share of the time without
 SHORTEST = 4  # chunks a segment
-SHORT = 48  # chunks of a sequence that is not cut: launches cost the host more than is gained
+SHORT = 80.0  # what takes no longer is not cut: its launches cost the host more than is gained
 
 
 class Work(NamedTuple):
@@ -266,7 +266,7 @@ def schedule(work: Work, chunks: int, sequences: int) -> Schedule:
     whole = Schedule(tile, 0, 0, time)
     if work.segment is not None:
         return whole._replace(lead=work.segment, span=work.segment)
-    if programs >= work.sms or chunks < SHORT:
+    if programs >= work.sms or time < SHORT:
         return whole
     best = whole._replace(time=GAIN * time)
     for tile in dict.fromkeys((work.few, work.many)):

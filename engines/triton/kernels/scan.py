@@ -422,7 +422,7 @@ def scan_kernel(
     # The span: chunks [i_first, i_last).
     if STAGE == "close":
         slot = i_n
-        i_n, i_g, count = locate_segment(slot, p_cu, s_cu, N, T, lead, span, C, NS)
+        i_n, i_g, _count = locate_segment(slot, p_cu, s_cu, N, T, lead, span, C, NS)
         if i_g < 0:
             return
     begin, length, first = sequence_span(p_cu, s_cu, i_n, T, C, NS)
