@@ -76,6 +76,8 @@ def op_rows(device: str) -> list[tuple[str, float]]:
     leaves = tuple(t.requires_grad_() if t.is_floating_point() else t for t in args)
     call = microseconds(lambda: ops.gated_delta_net(*leaves, output_final_state=True))
     rows.append(("op call, gradient recorded", call))
+    call = microseconds(lambda: ops.gated_delta_net(*leaves))
+    rows.append(("op call, gradient recorded, no final state", call))
 
     def both() -> None:
         o, _ = ops.gated_delta_net(*leaves)

@@ -6,6 +6,8 @@ from the start. The interpreter multiplies bf16 wrongly, so token dtypes are fp1
 
 from __future__ import annotations
 
+import os
+
 import oracle
 import pytest
 import torch
@@ -16,8 +18,11 @@ from tolerance import check, check_bitwise, tolerance
 
 from lagraph.engines.triton import config, launch
 
-# Chunks of 16 in segments of 4: four of them, none, two, and one.
-LENGTHS = (200, 0, 65, 3)
+# CI takes a part of the table; LAGRAPH_TEST_ALL=1 takes all of it.
+ALL = os.environ.get("LAGRAPH_TEST_ALL") == "1"
+
+# Chunks of 16 in segments of 4: four of them (three in CI), none, two, and one.
+LENGTHS = (200, 0, 65, 3) if ALL else (140, 0, 65, 3)
 CUT = {"chunk": 16, "segment": 4}
 WHOLE = {"chunk": 16, "segment": 0}
 
@@ -42,6 +47,8 @@ def launches(monkeypatch):
 def case_of(family, what="", **fields):
     """A small case with all that a family has."""
     given = {"lengths": LENGTHS, "V": 32, "dtype": F16, "n": 2 if family == "gdp" else 1}
+    if not ALL:
+        given |= {"H": 1, "HV": 1}
     if family == "mamba2":
         given |= {"H": 1, "HV": 2, "params": ("d", "z", "dt_bias")}
     return Case(family, what, **(given | fields))
@@ -62,7 +69,7 @@ def compare(case, launches, knobs=CUT):
         assert (value.double() - other).norm() <= bound * other.norm(), name
 
 
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, F16] if ALL else [F16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, dtype, launches):
     compare(case_of(family, dtype=dtype), launches)
@@ -86,7 +93,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("what", OPTIONS)
-@pytest.mark.parametrize("family", ["gdn", "kda"])
+@pytest.mark.parametrize("family", ["gdn", "kda"] if ALL else ["gdn"])
 def test_options(family, what, launches):
     case = case_of(family, **({"lengths": (20, 0, 150)} | OPTIONS[what]))
     compare(case, launches)
@@ -100,7 +107,9 @@ def test_checkpoints(family, launches):
     compare(case, launches)
 
 
-@pytest.mark.parametrize(("lead", "span"), [(4, 4), (7, 5), (13, 4), (5, 1), (40, 9)])
+@pytest.mark.parametrize(
+    ("lead", "span"), [(7, 5), (5, 1), (40, 9), (4, 4), (13, 4)][: 5 if ALL else 2]
+)
 @pytest.mark.parametrize("family", ["gdn", "gdp", "mamba2"])
 def test_any_cut(family, lead, span, launches, monkeypatch):
     """First segments longer than others; and so long that nothing is left for those."""

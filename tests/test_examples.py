@@ -1,7 +1,11 @@
-"""Every example runs from another folder, in a process of its own, and says what it should."""
+"""Every example runs from another folder, in a process of its own, and says what it should.
+
+What the larger ones offer to import, and their own checks, are tested in this process.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import lagraph
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -20,7 +27,14 @@ RUNS = {
     "mirror_graph": ([], ["plan gdn_", r"final_state \[3, 4, 128, 128\]"]),
     "mirror_ops": ([], [r"gated_delta_net \[4096, 16, 128\]", r"mamba2 \[4096, 16, 64\]"]),
     "train_chars": (["--quick"], [r"step +0 +\d\.\d\d", "And God said"]),
-}
+    "delta_rule_training": (["--steps", "6", "--packed", "--backend", "reference"],
+                            [r"kda, backend reference on cpu", r"cu_seqlens \[0, \d+",
+                             r"differ by \d\.\de-0[5-9]"]),
+    "zero_drift_decode": (["--tokens", "64"], ["kda +replayed chunk +float32 +yes",
+                                               "kda +ReplayState +bfloat16 +yes"]),
+    "serving": (["--requests", "5", "--slots", "2", "--budget", "16"],
+                [r"(?m)^ +4 .* yes ", r"\d+ written in .* tokens per second"]),
+}  # fmt: skip
 
 
 def run(name, *args, **environment):
@@ -83,4 +97,141 @@ def test_the_text_is_public_domain_and_said_so():
 def test_an_example_says_how_to_run_it(name):
     text = (EXAMPLES / f"{name}.py").read_text("utf-8")
     assert f"python examples/{name}.py" in text.split('"""')[1]
-    assert text.count("def main() -> None:") == 1
+    assert len(re.findall(r"^def main\(.*\) -> None:$", text, re.M)) == 1
+
+
+# What the larger examples are made of -----------------------------------------------------------
+
+
+def load(name):
+    """An example as a module; its dataclasses look themselves up among the modules."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+variants = pytest.mark.parametrize("variant", ["gdn", "kda"])
+
+
+def attention(variant, **options):
+    torch.manual_seed(0)
+    return load("delta_rule_training").DeltaRuleAttention(48, 2, 16, variant=variant, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [[], ["--variant", "gdn", "--packed"]], ids=["kda", "gdn packed"])
+def test_the_toy_task_is_learned(args):
+    """A guess costs 2.71 nats; recall of the prompt needs what the state holds."""
+    out = run("delta_rule_training", "--steps", "90", *args)
+    losses = [float(text) for text in re.findall(r"^ *\d+ +(\d\.\d\d) ", out, re.M)]
+    assert losses[0] > 2.4
+    assert losses[-1] < 1.6
+
+
+@variants
+def test_the_module_goes_on_from_its_states(variant):
+    """As Attention Gym's page has it, backward through both calls included."""
+    module = attention(variant)
+    hidden = torch.randn(2, 90, 48, requires_grad=True)
+    whole = module(hidden, return_final_state=True)
+    first = module(hidden[:, :33], return_final_state=True)
+    second = module(
+        hidden[:, 33:],
+        first.final_state,
+        initial_conv_state=first.final_conv_state,
+        return_final_state=True,
+    )
+    joined = torch.cat([first.output, second.output], 1)
+    torch.testing.assert_close(joined, whole.output, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(second.final_state, whole.final_state, rtol=1e-4, atol=1e-5)
+    assert torch.equal(second.final_conv_state, whole.final_conv_state)
+    (got,) = torch.autograd.grad(joined.square().sum(), hidden)
+    (want,) = torch.autograd.grad(whole.output.square().sum(), hidden)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+    plain = module(hidden)
+    assert plain.final_state is None
+    assert plain.final_conv_state is None
+
+
+@variants
+def test_packed_sequences_are_kept_apart(variant):
+    module = attention(variant)
+    hidden, cu = torch.randn(1, 60, 48), torch.tensor([0, 25, 25, 60])
+    packed = module(hidden, cu_seqlens=cu, return_final_state=True)
+    assert packed.final_state.shape == (3, 2, 16, 16)
+    alone = [module(hidden[:, a:b]).output for a, b in ((0, 25), (25, 60))]
+    torch.testing.assert_close(packed.output, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+@variants
+def test_room_to_spare_may_hold_anything(variant):
+    """NaN behind the last sequence reaches neither outputs nor parameters."""
+    module = attention(variant, mask_inactive_capacity=True)
+    hidden, cu = torch.randn(1, 40, 48), torch.tensor([0, 25, 40])
+    room = torch.full((1, 64, 48), float("nan"))
+    room[:, :40] = hidden
+    want = module(hidden, cu_seqlens=cu).output
+    want.square().sum().backward()
+    grads = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    got = module(room, cu_seqlens=cu).output[:, :40]
+    got.square().sum().backward()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for p, grad in zip(module.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-3, atol=1e-5)
+
+
+@variants
+def test_the_module_is_one_graph(variant):
+    module = attention(variant)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 30, 48)
+    cu = torch.tensor([0, 11, 30])
+    torch.testing.assert_close(compiled(x, cu_seqlens=cu).output, module(x, cu_seqlens=cu).output)
+
+
+def test_backends_are_what_they_say():
+    x = torch.randn(1, 20, 48)
+    want = attention("kda")(x).output
+    assert torch.equal(attention("kda", backend="reference")(x).output, want)
+    with pytest.raises(lagraph.NotSupported):
+        attention("kda", backend="fused")(x)
+
+
+def test_zero_drift_notices_a_bit(monkeypatch, capsys):
+    """Its check fails where a decode is off by one rounding."""
+    module = load("zero_drift_decode")
+    exact = module.by_buffer
+
+    def off(core, x):
+        o = exact(core, x)
+        o[0, -1, 0, 0] = torch.nextafter(o[0, -1, 0, 0], torch.tensor(9.0))
+        return o
+
+    monkeypatch.setattr(module, "by_buffer", off)
+    with pytest.raises(SystemExit, match="gdn, replayed chunk; kda, replayed chunk"):
+        module.main(["--tokens", "64"])
+    assert "no " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        module.main(["--tokens", "65"])
+
+
+def test_serving_notices_a_slot_that_was_read(monkeypatch, capsys):
+    """Its check fails where a fresh slot is taken for a resumed one."""
+    module = load("serving")
+    prefill = module.Model.prefill
+
+    def stale(self, tokens, cu_seqlens, slots, resumed, pools):
+        if len(pools.states[0]) > 2:  # the server's, not the lone request's
+            resumed = torch.ones_like(resumed)
+        return prefill(self, tokens, cu_seqlens, slots, resumed, pools)
+
+    args = ["--requests", "3", "--slots", "2"]
+    module.main(args)
+    assert " NO " not in capsys.readouterr().out
+    monkeypatch.setattr(module.Model, "prefill", stale)
+    with pytest.raises(SystemExit, match="differ from their run alone"):
+        module.main(args)
+    assert " NO " in capsys.readouterr().out

@@ -1,0 +1,557 @@
+"""Local halves of a context-parallel call: prepare, summarize ranges, run; the backward likewise.
+
+    prepared = chunk_gdn_prepare(q, k, v, gate, beta, cu_seqlens=cu_seqlens)
+    summaries = prepared.state_summaries(bounds)          # [bias; transition] of every range
+    ...                                                   # exchange, compose entry states
+    output, final_state = prepared.run(initial_state, output_final_state=True)
+
+    grads = chunk_gdn_prepare_backward(
+        prepared.saved, d_output, initial_state, scale=prepared.scale
+    )
+    reverse = grads.state_grad_summaries(bounds)          # d_entry = d_exit @ R + C
+    ...                                                   # exchange, compose exit cotangents
+    dq, dk, dv, dgate, dbeta, d_initial_state = grads.run(d_final_state)
+
+The caller owns autograd. Nothing is cast: q, k, v share a dtype; states and summaries are fp32
+(fp64 with fp64 tokens). Tensors are a span [1, T, ...]; without cu_seqlens it is one sequence.
+
+What is computed twice: the engines' plans are whole passes, so that preparing costs nothing, and a
+summary computes its chunks' factors and then walks the states; `run` computes both again, for the
+ranges that were summarized. In the backward the summary recomputes the factors and walks the
+gradient of the state once, `run` does all of its own work. Tokens between ranges of one call are
+walked, too.
+
+Every `chunk_*_prepare` takes impl and kernel_options as `chunk_*` does, and batch_invariant: each
+sequence's bits then depend on that sequence alone. Its `_backward` has to be given the same.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from lagraph import infer, plan, registry
+from lagraph.errors import RuleBroken, ShapeMismatch
+from lagraph.ops.algebra import pack
+from lagraph.ops.dense import offsets
+from lagraph.ops.form import FORMS, Call, explain
+from lagraph.ops.kinds import Impl, engine_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from lagraph.ops.kinds import KernelOptions
+
+__all__ = [
+    "Prepared",
+    "PreparedGradient",
+    "PreparedForward",
+    "PreparedBackward",
+    "StagedOp",
+    "chunk_gdn2_prepare",
+    "chunk_gdn2_prepare_backward",
+    "chunk_gdn_prepare",
+    "chunk_gdn_prepare_backward",
+    "chunk_gdp_prepare",
+    "chunk_gdp_prepare_backward",
+    "chunk_kda_prepare",
+    "chunk_kda_prepare_backward",
+    "chunk_mamba2_prepare",
+    "chunk_mamba2_prepare_backward",
+]
+
+# Tensor arguments of every family in order, by the functions' names.
+TENSORS = {family: tuple(form.axes) for family, form in FORMS.items()}
+TENSORS["mamba2"] = ("x", "dt", "A", "B", "C", "D", "dt_bias", "z")
+SAVED: dict[str, Any] = {
+    family: namedtuple(f"{family.upper()}Saved", [*names, "cu_seqlens", "pre_gate"])
+    for family, names in TENSORS.items()
+}
+
+
+TRANSITION = MappingProxyType({"output_transition": True})
+
+
+class PreparedForward(Protocol):
+    """What a staged forward offers."""
+
+    @property
+    def saved(self) -> Any:
+        """NamedTuple of the tensors (or None) that prepare_backward wants; read it after `run`."""
+
+    @property
+    def scale(self) -> Any:
+        """The resolved query scale; the backward must reuse it."""
+
+    def state_summaries(self, bounds: Tensor) -> Tensor:
+        """One summary per [start, stop) row of bounds; an empty row is the identity."""
+
+    def run(
+        self, initial_state: Tensor | None = None, *, output_final_state: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The local forward from one entry state per span segment."""
+
+
+class PreparedBackward(Protocol):
+    """What a staged backward offers."""
+
+    def state_grad_summaries(self, bounds: Tensor) -> Tensor:
+        """One reverse map [C; R] per row of bounds: d_entry = d_exit @ R + C."""
+
+    def run(self, d_final_state: Tensor | None = None) -> tuple[Any, ...]:
+        """Gradients of the tensors in order, then of the entry states."""
+
+
+class StagedOp(NamedTuple):
+    """A family's two entry points, its options bound, for `context_parallel_chunk`.
+
+    log2_decay: whether its summaries are Mamba-2's.
+    """
+
+    prepare: Callable[..., PreparedForward]
+    prepare_backward: Callable[..., PreparedBackward]
+    log2_decay: bool = False
+
+
+@dataclass(frozen=True)
+class Local:
+    """A family with its options bound: runs its nodes on ports by name."""
+
+    family: str
+    options: Mapping[str, Any]
+    engine: str
+
+    def node(self, direction: Any) -> Any:
+        return registry.family(self.family).node(direction)
+
+    def call(
+        self,
+        direction: str,
+        ports: Mapping[str, Tensor | None],
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Run a node; ports it does not take are left out. Outputs in the node's order."""
+        node = self.node(direction)
+        known = {attr.name for attr in node.attrs}
+        chosen = {n: x for n, x in {**self.options, **options}.items() if n in known}
+        prefix = node.plan_prefix if direction.startswith("summary") else self.family
+        made = plan.request(node, chosen, plan_name=f"{prefix}_{self.engine}")
+        taken = [ports.get(p.name) for p in node.inputs if p.role != "pool"]
+        return getattr(torch.ops.lagraph, node.op).default(*taken, made.text)
+
+    def ports(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """A function's arguments as a node's ports: packed rows."""
+        form, node = FORMS[self.family], self.node("forward")
+        port = {p.op_name: p.name for p in node.inputs}
+        return {
+            port[form.ports.get(name, name)]: x if x is None or name not in form.axes else x[0]
+            for name, x in tensors.items()
+        }
+
+    def ranges(
+        self, ports: Mapping[str, Tensor | None], bounds: Tensor, tokens: int
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """Ports with the offsets of 2 R segments, every second of which is a range, and the
+        positions of the ranges among them."""
+        rows = bounds.long()
+        if not rows.is_cuda or infer.VALIDATE:
+            _check_bounds(rows.tolist(), tokens, self.family)
+        order = torch.argsort(rows[:, 0], stable=True)
+        # The last range stops what is walked; an empty one lies where it disturbs none.
+        cuts = torch.cummax(rows.index_select(0, order).flatten(), 0).values
+        cu = torch.cat([cuts.new_zeros(1), cuts]).to(torch.int32)
+        return {**ports, "cu_seqlens": cu}, 2 * torch.argsort(order) + 1
+
+
+class Prepared:
+    """A span, ready for its summaries and its run: see the module."""
+
+    def __init__(
+        self, local: Local, tensors: Mapping[str, Tensor | None], cu_seqlens: Tensor | None
+    ) -> None:
+        first = next(iter(tensors.values()))
+        self._local, self._tensors = local, dict(tensors)
+        self._tokens: int = first.shape[1]  # type: ignore[union-attr]
+        self._given = cu_seqlens
+        cu = offsets(1, self._tokens, first) if cu_seqlens is None else cu_seqlens  # type: ignore[arg-type]
+        self._ports = local.ports(tensors) | {"cu_seqlens": cu}
+        self._pre: Tensor | None = None
+        self.schedule = "auto"
+
+    @property
+    def saved(self) -> Any:
+        """What the backward wants, as a NamedTuple; for Mamba-2 with z, read it after `run`."""
+        return SAVED[self._local.family](**self._tensors, cu_seqlens=self._given,
+                                         pre_gate=self._pre)  # fmt: skip
+
+    @property
+    def scale(self) -> float | None:
+        """The query scale, resolved; None for Mamba-2, which has none."""
+        if self._local.family == "mamba2":
+            return None
+        scale = self._local.options.get("scale")
+        return float(self._tensors["q"].shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[union-attr]
+
+    def state_summaries(self, bounds: Tensor) -> Tensor:
+        """[R, H, V + K, K] ([R, H, V + 1, K] for Mamba-2): one map per row of bounds.
+
+        bounds: int32 [R, 2] ranges [start, stop) of the span, each within one segment and none
+        overlapping another; start == stop is the identity. They are read on the device. On a CPU
+        bad ones raise RuleBroken.
+        """
+        ports, at = self._local.ranges(self._ports, bounds, self._tokens)
+        ports.pop("initial_state", None)
+        state, transition = self._local.call("summary", ports, TRANSITION)
+        return pack(state, transition).index_select(0, at)
+
+    def run(
+        self, initial_state: Tensor | None = None, *, output_final_state: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [1, T, H, V] and the final states [N, H, V, K], from states [N, H, V, K]."""
+        gated = self._tensors.get("z") is not None
+        wanted = {"output_final_state": output_final_state, "output_pre_gate": gated}
+        outs = self._local.call("forward", self._ports | {"initial_state": initial_state}, wanted)
+        self._pre = outs[3][None] if gated else None
+        return outs[0][None], outs[1] if output_final_state else None
+
+
+class PreparedGradient:
+    """A span's backward, ready for its reverse summaries and its run: see the module."""
+
+    def __init__(
+        self, local: Local, saved: Any, d_output: Tensor | None, initial_state: Tensor | None
+    ) -> None:
+        tensors = saved._asdict()
+        cu, pre = tensors.pop("cu_seqlens"), tensors.pop("pre_gate")
+        first = next(iter(tensors.values()))
+        values = tensors["x" if local.family == "mamba2" else "v"]
+        heads = tensors["dt" if local.family == "mamba2" else "gate"].shape[2]
+        if d_output is None:
+            d_output = first.new_zeros(*first.shape[:2], heads, values.shape[-1])
+        self._local, self._tensors = local, tensors
+        self._tokens: int = first.shape[1]
+        self._ports = local.ports(tensors) | {
+            "cu_seqlens": offsets(1, self._tokens, first) if cu is None else cu,
+            "dO": d_output[0].contiguous(), "O_pre": None if pre is None else pre[0],
+            "initial_state": initial_state,
+        }  # fmt: skip
+
+    def state_grad_summaries(self, bounds: Tensor) -> Tensor:
+        """[R, H, V + K, K] reverse maps [C; R], d_entry = d_exit @ R + C, of every row of bounds.
+
+        C is what the range's own d_output sends to its entry state. See
+        `Prepared.state_summaries` for bounds.
+        """
+        ports, at = self._local.ranges(self._ports, bounds, self._tokens)
+        z = self._tensors.get("z")
+        if z is not None:  # the state is read before the gate
+            wide = torch.promote_types(z.dtype, torch.float32)
+            gate = torch.nn.functional.silu(z[0].to(wide))
+            ports["dO"] = (ports["dO"] * gate).to(z.dtype)  # type: ignore[operator]
+        state, transition = self._local.call("summary_backward", ports, TRANSITION)
+        return pack(state, transition).index_select(0, at)
+
+    def run(self, d_final_state: Tensor | None = None) -> tuple[Any, ...]:
+        """Gradients of the tensors in order, None for absent ones, then that of the entry states.
+
+        d_final_state: exit cotangents [N, H, V, K], zero if absent.
+        """
+        local, node = self._local, self._local.node("backward")
+        outs = local.call("backward", self._ports | {"d_final_state": d_final_state})
+        by_port = dict(zip((p.name for p in node.inputs if p.grad), outs, strict=True))
+        form = FORMS[local.family]
+        port = {p.op_name: p.name for p in node.inputs}
+        made = []
+        for name, x in self._tensors.items():
+            grad = None if x is None else by_port[port[form.ports.get(name, name)]]
+            made.append(grad[None] if grad is not None and name in form.axes else grad)
+        state = self._ports["initial_state"]
+        return (*made, None if state is None else by_port["initial_state"])
+
+
+def prepare(
+    family: str,
+    tensors: Mapping[str, Tensor | None],
+    cu_seqlens: Tensor | None,
+    options: Mapping[str, Any],
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    name: str = "",
+) -> Prepared:
+    """A checked span of any family. Raises as `chunk_*` does."""
+    name = name or f"chunk_{family}_prepare"
+    form = FORMS[family]
+    check(name, family, tensors, None, cu_seqlens, options)
+    first = tensors[next(iter(form.axes))]
+    engine = engine_of(name, impl, first, kernel_options, family != "gdn")  # type: ignore[arg-type]
+    return Prepared(Local(family, options, engine), tensors, cu_seqlens)
+
+
+def check(
+    name: str,
+    family: str,
+    tensors: Mapping[str, Tensor | None],
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise what is wrong with a span's arguments."""
+    form = FORMS[family]
+    tokens = {n: tensors[n] for n in form.axes}
+    params = {n: x for n, x in tensors.items() if n not in form.axes}
+    known = {n: x for n, x in options.items() if n != "batch_invariant"}
+    first = next(iter(tokens))
+    explain(Call(form, name, tokens, state, cu_seqlens, {**known, **params}))
+    if tokens[first].shape[0] != 1:  # type: ignore[union-attr]
+        raise ShapeMismatch(
+            name, first, expected="a span [1, T, ...]", got=f"shape {list(tokens[first].shape)}",  # type: ignore[union-attr]
+            mend="Pack the sequences along T, with cu_seqlens",
+        )  # fmt: skip
+
+
+def prepare_backward(
+    family: str,
+    saved: Any,
+    d_output: Tensor | None,
+    initial_state: Tensor | None,
+    options: Mapping[str, Any],
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+) -> PreparedGradient:
+    """The backward of any family."""
+    name = f"chunk_{family}_prepare_backward"
+    engine = engine_of(name, impl, saved[0], kernel_options, family != "gdn")
+    return PreparedGradient(Local(family, options, engine), saved, d_output, initial_state)
+
+
+def _check_bounds(rows: list[list[int]], tokens: int, family: str) -> None:
+    at = 0
+    for start, stop in sorted(row for row in rows if row[0] != row[1]):
+        if start < at or stop < start or stop > tokens:
+            raise RuleBroken(
+                f"chunk_{family}_prepare", "bounds",
+                expected=f"ranges of [0, {tokens}) that do not overlap", got=str(rows[:16]),
+                mend="Give rows (start, stop) of the span, each within one sequence",
+            )  # fmt: skip
+        at = stop
+
+
+# Families -------------------------------------------------------------------------------------
+
+
+def chunk_gdn_prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> Prepared:
+    """A span of GDN, ready for summaries and run; arguments as `chunk_gdn` has them, B = 1."""
+    tensors = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta}
+    options = {"scale": scale, "batch_invariant": batch_invariant}
+    return prepare("gdn", tensors, cu_seqlens, options, impl, kernel_options)
+
+
+def chunk_gdn_prepare_backward(
+    saved: Any,
+    d_output: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    scale: float,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> PreparedGradient:
+    """Its backward, from `prepared.saved`, the entry states of `run` and `prepared.scale`."""
+    options = {"scale": scale, "batch_invariant": batch_invariant}
+    return prepare_backward("gdn", saved, d_output, initial_state, options, impl, kernel_options)
+
+
+def chunk_kda_prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    autotune: bool = True,
+    fastmath: bool = True,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> Prepared:
+    """A span of KDA; autotune and fastmath are taken and change nothing, as in `chunk_kda`."""
+    tensors = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta}
+    options = {"scale": scale, "batch_invariant": batch_invariant}
+    return prepare("kda", tensors, cu_seqlens, options, impl, kernel_options)
+
+
+def chunk_kda_prepare_backward(
+    saved: Any,
+    d_output: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    scale: float,
+    autotune: bool = True,
+    fastmath: bool = True,
+    schedule: str = "auto",
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> PreparedGradient:
+    """Its backward; autotune, fastmath and schedule are taken and change nothing."""
+    options = {"scale": scale, "batch_invariant": batch_invariant}
+    return prepare_backward("kda", saved, d_output, initial_state, options, impl, kernel_options)
+
+
+def chunk_gdn2_prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    w: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> Prepared:
+    """A span of GDN-2; arguments as `chunk_gdn2` has them, B = 1."""
+    tensors = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "w": w}
+    options = {"scale": scale, "batch_invariant": batch_invariant}
+    return prepare("gdn2", tensors, cu_seqlens, options, impl, kernel_options)
+
+
+def chunk_gdn2_prepare_backward(
+    saved: Any,
+    d_output: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    scale: float,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> PreparedGradient:
+    """Its backward; gradients are those of q, k, v, gate, beta, w and the entry states."""
+    options = {"scale": scale, "batch_invariant": batch_invariant}
+    return prepare_backward("gdn2", saved, d_output, initial_state, options, impl, kernel_options)
+
+
+def chunk_gdp_prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    num_householder: int,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> Prepared:
+    """A span of GDP; arguments as `chunk_gdp` has them, B = 1. Bounds count tokens."""
+    tensors = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta}
+    options = {"scale": scale, "num_householder": num_householder,
+               "batch_invariant": batch_invariant}  # fmt: skip
+    return prepare("gdp", tensors, cu_seqlens, options, impl, kernel_options)
+
+
+def chunk_gdp_prepare_backward(
+    saved: Any,
+    d_output: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    num_householder: int,
+    scale: float,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> PreparedGradient:
+    """Its backward."""
+    options = {"scale": scale, "num_householder": num_householder,
+               "batch_invariant": batch_invariant}  # fmt: skip
+    return prepare_backward("gdp", saved, d_output, initial_state, options, impl, kernel_options)
+
+
+def chunk_mamba2_prepare(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    dt_softplus: bool = True,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> Prepared:
+    """A span of Mamba-2; arguments as `chunk_mamba2` has them, B = 1. Its scale is None."""
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "dt_bias": dt_bias, "z": z}
+    options = {"dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max,
+               "batch_invariant": batch_invariant}  # fmt: skip
+    return prepare("mamba2", tensors, cu_seqlens, options, impl, kernel_options)
+
+
+def chunk_mamba2_prepare_backward(
+    saved: Any,
+    d_output: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    scale: None = None,
+    dt_softplus: bool = True,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    impl: Impl | str = Impl.AUTO,
+    kernel_options: KernelOptions | None = None,
+    batch_invariant: bool = False,
+) -> PreparedGradient:
+    """Its backward; gradients are those of x, dt, A, B, C, D, dt_bias, z and the entry states.
+
+    Those of A, D and dt_bias are this span's share.
+    """
+    options = {"dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max,
+               "batch_invariant": batch_invariant}  # fmt: skip
+    return prepare_backward("mamba2", saved, d_output, initial_state, options, impl, kernel_options)
+
+
+STAGES: dict[str, tuple[Callable[..., Prepared], Callable[..., PreparedGradient]]] = {
+    "gdn": (chunk_gdn_prepare, chunk_gdn_prepare_backward),
+    "kda": (chunk_kda_prepare, chunk_kda_prepare_backward),
+    "gdn2": (chunk_gdn2_prepare, chunk_gdn2_prepare_backward),
+    "gdp": (chunk_gdp_prepare, chunk_gdp_prepare_backward),
+    "mamba2": (chunk_mamba2_prepare, chunk_mamba2_prepare_backward),
+}
+
+
+def stages(family: str, scale: float | None, options: Mapping[str, Any]) -> StagedOp:
+    """A family's stages with options bound; the backward is given the forward's scale."""
+    forward, backward = STAGES[family]
+    given = {} if family == "mamba2" else {"scale": scale}
+    return StagedOp(
+        partial(forward, **given, **options), partial(backward, **options), family == "mamba2"
+    )
