@@ -21,7 +21,7 @@ demo: $(READY)
 	$(BIN)/python examples/train_chars.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist loadfile
 
 $(VENV)/.tools: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,examples,lint,docs]"

@@ -62,6 +62,8 @@ def compare(case, launches, knobs=CUT):
     want = case.truth("forward")
     got = {name: written(case, name, value) for name, value in got.items()}
     check(got, {name: written(case, name, want[name]) for name in got}, case.dtype, "cuda")
+    if not (ALL or case.family == "gdn"):
+        return
     whole = run(case.family, "forward", x, WHOLE, **options)
     for name, value in got.items():
         other = written(case, name, whole[name]).double()

@@ -1,6 +1,7 @@
 """Checks of context parallelism that need several processes: gloo ranks, spawned once per world.
 
-`outcomes(world)` runs the checks of a world in that many processes and returns {check: [one message per rank, "" where it held]}. Checks compare with one rank, which every
+`outcomes(world)` runs the checks of a world in that many processes and returns
+{check: [one message per rank, "" where it held]}. Checks compare with one rank, which every
 process computes for itself from the same draw.
 """
 

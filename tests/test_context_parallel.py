@@ -65,7 +65,8 @@ def test_the_example_agrees_with_one_rank(args):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          str(path), "--steps", "2", *args],
-        capture_output=True, text=True, check=False, cwd="/", env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, cwd="/",
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.search(r"on 2 rank\(s\).*\n.*\nagainst one rank: losses differ by", done.stdout)

@@ -27,6 +27,7 @@ RUNS = {
     "mirror_graph": ([], ["plan gdn_", r"final_state \[3, 4, 128, 128\]"]),
     "mirror_ops": ([], [r"gated_delta_net \[4096, 16, 128\]", r"mamba2 \[4096, 16, 64\]"]),
     "train_chars": (["--quick"], [r"step +0 +\d\.\d\d", "And God said"]),
+    "context_parallel_training": ([], [r"gdn on 1 rank", r"losses differ by 0\.0e\+00"]),
     "delta_rule_training": (["--steps", "6", "--packed", "--backend", "reference"],
                             [r"kda, backend reference on cpu", r"cu_seqlens \[0, \d+",
                              r"differ by \d\.\de-0[5-9]"]),
