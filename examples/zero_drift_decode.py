@@ -10,9 +10,7 @@ both compared with training by torch.equal:
 - GDN and KDA: keep the state after the last complete chunk of 64 and the tokens since, in a buffer
   of 64 rows. A step runs the training function on the buffer from that state, and takes its own
   row. What lies behind the row cannot reach it, and the shapes are those of a complete chunk.
-- KDA, `ReplayState`: `paged_chunk_kda` keeps such a buffer for every slot of a pool, in place, and
-  shortens what it computes. On a GPU the blocks are 64 rows all the same. On a CPU a product of
-  fewer rows may round otherwise, which 16-bit tokens hide.
+- KDA, `ReplayState`: `paged_chunk_kda` keeps such a buffer for every slot of a pool, in place.
 
 The price is up to 64 times the arithmetic of a step, and the memory of the kept tokens.
 """
@@ -120,11 +118,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, chosen.dtype)
     gdn, kda = (inputs(variant, chosen.tokens, dtype, device) for variant in ("gdn", "kda"))
-    half = inputs("kda", chosen.tokens, torch.bfloat16, device)
     rows: list[tuple[str, str, bool, list[Tensor], Callable, Callable]] = [
         ("gdn", "replayed chunk", True, gdn, chunk_gdn, lambda x: by_buffer(chunk_gdn, x)),
         ("kda", "replayed chunk", True, kda, chunk_kda, lambda x: by_buffer(chunk_kda, x)),
-        ("kda", "ReplayState", True, half, chunk_kda, by_pool),
+        ("kda", "ReplayState", True, kda, chunk_kda, by_pool),
         ("gdn", "recurrence", False, gdn, chunk_gdn, lambda x: by_recurrence(recurrent_gdn, x)),
         ("kda", "recurrence", False, kda, chunk_kda, lambda x: by_recurrence(recurrent_kda, x)),
     ]

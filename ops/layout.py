@@ -198,7 +198,9 @@ class ContextParallelRouting:
 
     Host numbers: cp_rank, world, slots, tokens (of the span), chain (the longest chain of
     predecessors; with caps the longest there can be), capped (whether caps were given), aligned
-    (whether every cut is a document boundary), order (slots in token order; empty with caps).
+    (whether every cut is a document boundary), order (slots in token order; empty with caps),
+    forward_need and reverse_need (what others fold of this rank's slots: "map", or "bias" where
+    nothing from beyond gets through any of them, or "none"; with caps always "map").
 
     cu_seqlens: int32 [max_subsequences + 1] span offsets, padded with the span's length.
     forward_bounds: int32 [slots, 2] range of each local fragment's last subsequence where it
@@ -231,6 +233,8 @@ class ContextParallelRouting:
     capped: bool
     aligned: bool
     order: tuple[Slot, ...]
+    forward_need: str
+    reverse_need: str
     cu_seqlens: Tensor
     forward_bounds: Tensor
     reverse_bounds: Tensor
@@ -437,6 +441,7 @@ def _routing(
     return ContextParallelRouting(
         plan.cp_rank, world, width, tokens, links if capped else plan.chain, capped,
         plan.chain == 0, () if capped else plan.order,
+        _need(capped, forward, forward_resets), _need(capped, reverse, reverse_resets),
         cu_seqlens=ints([*cu, *[tokens] * (segments + 1 - len(cu))], dtype=torch.int32),
         forward_bounds=ints(forward, 2, torch.int32),
         reverse_bounds=ints(reverse, 2, torch.int32),
@@ -454,6 +459,15 @@ def _routing(
         tail_sources=table(_tails(plan, width, history), history),
         conv_sources=table(_histories(plan, width, segments, history), history),
     )  # fmt: skip
+
+
+def _need(capped: bool, ranges: list[list[int]], resets: list[bool]) -> str:
+    """What others fold of a rank's slots; a range that nobody waits for is empty."""
+    through = [not reset for (start, stop), reset in zip(ranges, resets, strict=True)
+               if start < stop]  # fmt: skip
+    if capped or any(through):
+        return "map"
+    return "bias" if through else "none"
 
 
 def _tails(plan: ContextParallelPlan, width: int, history: int) -> list[list[int]]:

@@ -34,7 +34,7 @@ from lagraph.ops.exchange import choose_exchange, exchange_folds, scatter_folds
 from lagraph.ops.form import FORMS
 from lagraph.ops.kinds import Impl, engine_of
 from lagraph.ops.layout import ContextParallelRouting
-from lagraph.ops.staged import TENSORS, StagedOp, check, stages
+from lagraph.ops.staged import TENSORS, StagedOp, check, slot_summaries, stages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,9 +67,11 @@ def summary_slots(
     """This rank's forward slots [slots, H, V + K, K]: each fragment's last subsequence.
 
     Where that starts its sequence, the initial state is folded into the bias. Fragments whose last
-    subsequence ends its sequence send the identity, which nobody folds.
+    subsequence ends its sequence send what nobody folds.
     """
-    rows = prepared.state_summaries(routing.forward_bounds)
+    # An initial state goes through the transition.
+    need = routing.forward_need if initial_state is None else "map"
+    rows = slot_summaries(prepared, routing.forward_bounds, need)
     if initial_state is None:
         return rows
     sources = routing.forward_sources
@@ -80,7 +82,7 @@ def summary_slots(
 
 def grad_summary_slots(
     grads: PreparedBackward,
-    d_final_state: Tensor,
+    d_final_state: Tensor | None,
     routing: ContextParallelRouting,
     *,
     log2_decay: bool = False,
@@ -90,7 +92,10 @@ def grad_summary_slots(
     Ranks before want all that flows into that subsequence's entry state, so the bias sent is
     d_final_state @ R + C.
     """
-    rows = grads.state_grad_summaries(routing.reverse_bounds)
+    need = routing.reverse_need if d_final_state is None else "map"
+    rows = slot_summaries(grads, routing.reverse_bounds, need)
+    if d_final_state is None:
+        return rows
     state = d_final_state.index_select(0, routing.reverse_sources)
     return _with_bias(rows, state, log2_decay)
 
@@ -193,7 +198,6 @@ class _Recipe(torch.autograd.Function):
                 "context_parallel_chunk", "stages", expected="final states from run", got="None",
                 mend="Return them for output_final_state=True",
             )  # fmt: skip
-        ctx.like = final.shape, final.dtype, final.device
         return out, final
 
     @staticmethod
@@ -221,15 +225,13 @@ class _Recipe(torch.autograd.Function):
         scale = {} if ctx.scale is None else {"scale": ctx.scale}
         grads = stages.prepare_backward(ctx.rebuild(*saved), d_out, entry, **scale)
         if routing.exchanges:
-            shape, dtype, device = ctx.like
-            if d_final is None:
-                d_final = torch.zeros(shape, dtype=dtype, device=device)
             rows = grad_summary_slots(grads, d_final, routing, log2_decay=stages.log2_decay)
             folded = exchange_folds(
                 rows, routing, ctx.group, log2_decay=stages.log2_decay, reverse=True,
                 exchange=ctx.exchange,
             )  # fmt: skip
-            d_final = d_final + scatter_folds(folded, routing.exit_sources)
+            flowing = scatter_folds(folded, routing.exit_sources)
+            d_final = flowing if d_final is None else d_final + flowing
         *given, d_entry = grads.run(d_final)
         d_initial = None
         if ctx.stateful and ctx.needs_input_grad[4]:

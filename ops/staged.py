@@ -76,9 +76,6 @@ SAVED: dict[str, Any] = {
 }
 
 
-TRANSITION = MappingProxyType({"output_transition": True})
-
-
 class PreparedForward(Protocol):
     """What a staged forward offers."""
 
@@ -155,6 +152,21 @@ class Local:
             for name, x in tensors.items()
         }
 
+    def packed(self, state: Tensor, transition: Tensor, need: str) -> Tensor:
+        """A summary's results, packed."""
+        if need == "map":
+            return pack(state, transition)
+        rows = 1 if self.family == "mamba2" else state.shape[-1]
+        return torch.nn.functional.pad(state, (0, 0, 0, rows))
+
+    def blank(self, ports: Mapping[str, Tensor | None], count: int) -> Tensor:
+        """Zeros in the shape of `count` summaries."""
+        k, v, g = ports["k"], ports["v"], ports["g"]
+        io, keys = k.dtype, k.shape[-1]  # type: ignore[union-attr]
+        rows = v.shape[-1] + (1 if self.family == "mamba2" else keys)  # type: ignore[union-attr]
+        dtype = torch.float64 if io is torch.float64 else torch.float32
+        return k.new_zeros(count, g.shape[1], rows, keys, dtype=dtype)  # type: ignore[union-attr]
+
     def ranges(
         self, ports: Mapping[str, Tensor | None], bounds: Tensor, tokens: int
     ) -> tuple[dict[str, Tensor | None], Tensor]:
@@ -206,10 +218,16 @@ class Prepared:
         overlapping another; start == stop is the identity. They are read on the device. On a CPU
         bad ones raise RuleBroken.
         """
+        return self._summaries(bounds, "map")
+
+    def _summaries(self, bounds: Tensor, need: str) -> Tensor:
+        """Of what is needed: a "bias" has a transition of zeros, and for "none" all is zero."""
+        if need == "none":
+            return self._local.blank(self._ports, len(bounds))
         ports, at = self._local.ranges(self._ports, bounds, self._tokens)
         ports.pop("initial_state", None)
-        state, transition = self._local.call("summary", ports, TRANSITION)
-        return pack(state, transition).index_select(0, at)
+        made = self._local.call("summary", ports, {"output_transition": need == "map"})
+        return self._local.packed(made[0], made[1], need).index_select(0, at)
 
     def run(
         self, initial_state: Tensor | None = None, *, output_final_state: bool = False
@@ -249,14 +267,20 @@ class PreparedGradient:
         C is what the range's own d_output sends to its entry state. See
         `Prepared.state_summaries` for bounds.
         """
+        return self._summaries(bounds, "map")
+
+    def _summaries(self, bounds: Tensor, need: str) -> Tensor:
+        """As those of `Prepared`."""
+        if need == "none":
+            return self._local.blank(self._ports, len(bounds))
         ports, at = self._local.ranges(self._ports, bounds, self._tokens)
         z = self._tensors.get("z")
         if z is not None:  # the state is read before the gate
             wide = torch.promote_types(z.dtype, torch.float32)
             gate = torch.nn.functional.silu(z[0].to(wide))
             ports["dO"] = (ports["dO"] * gate).to(z.dtype)  # type: ignore[operator]
-        state, transition = self._local.call("summary_backward", ports, TRANSITION)
-        return pack(state, transition).index_select(0, at)
+        made = self._local.call("summary_backward", ports, {"output_transition": need == "map"})
+        return self._local.packed(made[0], made[1], need).index_select(0, at)
 
     def run(self, d_final_state: Tensor | None = None) -> tuple[Any, ...]:
         """Gradients of the tensors in order, None for absent ones, then that of the entry states.
@@ -274,6 +298,15 @@ class PreparedGradient:
             made.append(grad[None] if grad is not None and name in form.axes else grad)
         state = self._ports["initial_state"]
         return (*made, None if state is None else by_port["initial_state"])
+
+
+def slot_summaries(handle: PreparedForward | PreparedBackward, bounds: Tensor, need: str) -> Tensor:
+    """The summaries of a rank's slots; the handles of this module leave out what nobody folds."""
+    if isinstance(handle, (Prepared, PreparedGradient)):
+        return handle._summaries(bounds, need)
+    if hasattr(handle, "state_summaries"):
+        return handle.state_summaries(bounds)
+    return handle.state_grad_summaries(bounds)
 
 
 def prepare(

@@ -194,6 +194,36 @@ def check_one_long_document(rank, world, group):
         compare(family, cp.contiguous_fragments(world - 1, world), rank, group, cu=(0, world - 1))
 
 
+def check_losses_of_outputs_alone(rank, world, group):
+    """No gradient of final states, no initial state: only biases are sent where they suffice."""
+    cu = (0, 60, 96)
+    for family in FAMILIES:
+        x, _, d_o, d_s = draw(family, cu)
+        _, _, wanted, _ = one_rank(family, cu, x, None, d_o, torch.zeros_like(d_s))
+        for table, kind in (
+            (cp.contiguous_fragments(96, world), "all_gather"),
+            (cp.contiguous_fragments(96, world), "doubling"),
+            (scattered(world), "all_gather"),
+            (scattered(world), "doubling"),
+        ):
+            plan = cp.ContextParallelPlan.from_fragments(cu, table, rank)
+            routing, ids = plan.routing("cpu"), plan.global_token_ids("cpu")
+            if rank == 0 and len(table[0]) == 1:
+                assert routing.forward_need == "bias"
+                assert routing.reverse_need == "none"
+            mine = {
+                name: (t.clone() if name in PARAMS else t[:, ids]).requires_grad_()
+                for name, t in x.items()
+            }
+            o, _ = getattr(cp, f"context_parallel_{family}")(
+                **mine, routing=routing, group=group, exchange=kind, **options(family)
+            )
+            o.backward(d_o[:, ids])
+            for name, t in mine.items():
+                if name not in PARAMS:
+                    close(t.grad, wanted[name][:, ids], 1e-11, f"{family} {kind} {name}")
+
+
 def check_no_tokens_at_all(rank, world, group):
     table = cp.contiguous_fragments(0, world)
     for family in FAMILIES:
@@ -482,6 +512,7 @@ ONLY = {
     "check_contiguous_and_zigzag": (3,),
     "check_one_long_document": (2, 4),
     "check_no_tokens_at_all": (3,),
+    "check_losses_of_outputs_alone": (2, 4),
     "check_doubling_equals_all_gather": (3, 4),
     "check_accuracy_is_that_of_one_rank": (2,),
     "check_the_staged_halves_by_hand": (2,),

@@ -16,6 +16,7 @@ from pathlib import Path
 import parallel
 import pytest
 import torch
+import torch.distributed as dist
 from parallel import F64, FAMILIES, H, K, V, close, draw, options
 
 import lagraph
@@ -58,18 +59,32 @@ def test_ranks(spawned, world, check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [(), ("--family", "kda", "--partition", "zigzag")])
-def test_the_example_agrees_with_one_rank(args):
+def test_the_example_agrees_with_one_rank():
     """Under torchrun, two ranks; it fails by itself where they disagree."""
+    shown = run_example(2, "--family", "kda", "--partition", "zigzag", "--steps", "2")
+    assert re.search(r"on 2 rank\(s\).*\n.*\nagainst one rank: losses differ by", shown)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+@pytest.mark.parametrize("partition", ["contiguous", "zigzag", "documents"])
+def test_the_example_on_gpus(family, partition):
+    """NCCL; two ranks where there are two GPUs."""
+    ranks = min(2, torch.cuda.device_count())
+    run_example(ranks, "--cuda", "--family", family, "--partition", partition)
+
+
+def run_example(ranks, *args):
+    """Standard output of the example on a number of ranks."""
     path = Path(__file__).resolve().parent.parent / "examples" / "context_parallel_training.py"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(path), "--steps", "2", *args],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", str(ranks), str(path), *args],
         capture_output=True, text=True, check=False, cwd="/",
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"on 2 rank\(s\).*\n.*\nagainst one rank: losses differ by", done.stdout)
+    return done.stdout
 
 
 # Plans ---------------------------------------------------------------------------------------
@@ -382,7 +397,8 @@ def test_b71_fewer_tokens_than_ranks(family, cu, tokens):
         mine = {n: t if n in parallel.PARAMS else t[:, ids] for n, t in x.items()}
         spans.append((prepared(family, mine, routing.cu_seqlens.tolist()), routing, ids))
         slots.append(cp.summary_slots(spans[-1][0], routing, **decay))
-        if not len(ids):
+        if not len(ids):  # what it sends, if it is asked for
+            slots[-1] = spans[-1][0].state_summaries(routing.forward_bounds)
             neutral = cp.neutral_summary(H, V, K, device="cpu", dtype=F64, **decay)
             assert torch.equal(slots[-1][0], neutral)
     finals = 0
@@ -400,3 +416,94 @@ def test_the_namespaces():
     assert cp.__all__ == sorted(cp.__all__)
     assert all(hasattr(cp, name) for name in cp.__all__)
     assert ops.context_parallel is cp
+
+
+# GPUs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nccl():
+    """A group of this process alone."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@every_family
+def test_a_captured_call_replays_other_layouts(nccl, family):
+    """Forward and backward in one CUDA graph; pieces of documents pass their states through the
+    exchange with itself. Also the fused engine against one call on whole documents."""
+    T, heads, dim = 512, 2, 64
+    tables = [
+        ((0, 300, T), [[(0, 100), (100, T)]]),
+        ((0, T), [[(200, T), (0, 130), (130, 200)]]),
+        ((0, 64, 70, T), [[(0, T)]]),
+    ]
+    caps = {"slots": 3, "max_subsequences": 5}
+    r = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=r, device="cuda").to(dtype)
+
+    def unit(x):
+        return torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype)
+
+    gates = -torch.rand(1, T, heads, generator=r, device="cuda")
+    channels = -torch.rand(1, T, heads, dim, generator=r, device="cuda")
+    q, k, v = randn(1, T, heads, dim), unit(randn(1, T, heads, dim)), randn(1, T, heads, dim)
+    beta = torch.rand(1, T, heads, generator=r, device="cuda")
+    x = {
+        "gdn": lambda: [q, k, v, gates, beta],
+        "kda": lambda: [q, k, v, channels, beta],
+        "gdn2": lambda: [q, k, v, channels, -channels, v.sigmoid()],
+        "gdp": lambda: [q, *(torch.stack([t, t.flip(1)], 2) for t in (k, v)), gates,
+                        torch.stack([beta, beta.flip(1)], 2)],
+        "mamba2": lambda: [v, gates, -torch.rand(heads, device="cuda"), k, q],
+    }[family]()  # fmt: skip
+    shared = {2} if family == "mamba2" else set()
+    d_o, d_s = randn(1, T, heads, dim), randn(1, heads, dim, dim, dtype=torch.float32)
+
+    held = Plan.from_fragments(*tables[0], 0).routing("cuda", **caps)
+    leaves = [t.clone().requires_grad_() for t in x]
+    seed_o, seed_s = d_o.clone(), torch.zeros(5, heads, dim, dim, device="cuda")
+
+    def step():
+        o, last = getattr(cp, f"context_parallel_{family}")(
+            *leaves, routing=held, group=nccl, **options(family)
+        )
+        return o, last, torch.autograd.grad([o, last], leaves, [seed_o, seed_s])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # The watchdog of NCCL has a thread of its own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = step()
+    for cu, table in tables:
+        plan = Plan.from_fragments(cu, table, 0)
+        ids = plan.global_token_ids("cuda")
+        held.copy_(plan.routing("cuda", **caps))
+        with torch.no_grad():
+            for i, (leaf, t) in enumerate(zip(leaves, x, strict=True)):
+                leaf.copy_(t if i in shared else t[:, ids])
+            seed_o.copy_(d_o[:, ids])
+            seed_s.copy_(torch.where(held.terminal.view(-1, 1, 1, 1), d_s, 0.0))
+        graph.replay()
+        torch.cuda.synchronize()
+        whole = [t.clone().requires_grad_() for t in x]
+        o, last = getattr(ops, f"chunk_{family}")(
+            *whole, cu_seqlens=torch.tensor(cu, device="cuda", dtype=torch.int32),
+            output_final_state=True, **options(family),
+        )  # fmt: skip
+        wanted = torch.autograd.grad([o, last], whole, [d_o, d_s.expand_as(last)])
+        close(out[0].float(), o[:, ids].float(), 5e-3, "output")
+        at = held.sequences[held.terminal]
+        close(out[1][held.terminal], last[at], 5e-3, "final states")
+        for i, (got, want) in enumerate(zip(out[2], wanted, strict=True)):
+            want = want if i in shared else want[:, ids]
+            close(got.float(), want.float(), 2e-2, f"gradient {i}")

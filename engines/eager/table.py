@@ -194,5 +194,7 @@ def blocks(
     for first in range(0, len(order), width):
         some = order[first : first + width]
         longest = (spans[some[0]][1] - spans[some[0]][0]) * substeps
-        fit = min(chunk, pow2(min(longest, every or longest)))
+        # Apart: always whole chunks, so that the shapes, and the bits, are a longer sequence's.
+        size = min(chunk, every) if apart and every else chunk
+        fit = size if apart else min(chunk, pow2(min(longest, every or longest)))
         yield Block(some, spans, dump_rows, fit, every, limit, substeps, device)

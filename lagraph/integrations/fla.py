@@ -46,6 +46,9 @@ __all__ = [
     "fused_recurrent_kda",
 ]
 
+# Loaded now: a compiler that traces a call could not follow the import.
+offsets = registry.load("lagraph.ops.dense:offsets")
+
 Result = tuple["Tensor", "Tensor | None"]
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -61,7 +64,7 @@ def _named(function: Function) -> Function:
     known = frozenset(signature(function).parameters)
 
     @wraps(function)
-    def call(*args: Any, **given: Any) -> Any:
+    def _call(*args: Any, **given: Any) -> Any:
         for name in given:
             if name not in known:
                 _refuse(function.__name__, name, given[name], known)
@@ -76,7 +79,7 @@ def _named(function: Function) -> Function:
             mend=GONE.get(name) or (f"Did you mean {near[0]}" if near else "Drop it"),
         )  # fmt: skip
 
-    return cast("Function", call)
+    return cast("Function", _call)
 
 
 # What all of them do ------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ def _packed(
     q = tokens["q"]
     batch, length = q.shape[:2]
     if cu is None:
-        cu = registry.load("lagraph.ops.dense:offsets")(batch, length, q)
+        cu = offsets(batch, length, q)
     for name in ("beta", "w"):  # the operators want fp32, or the tokens' dtype
         x = tokens.get(name)
         if x is not None and x.dtype not in (q.dtype, torch.float32):
@@ -435,12 +438,13 @@ def chunk_gated_delta_product(
             op, "num_householder", expected="an integer >= 1", got=repr(num_householder),
             mend="Pass the number of updates for each token",
         )  # fmt: skip
-    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    ranks = {"q": 4, "k": 4, "v": 4, "g": 3, "beta": 3}
-    _check(op, {n: (x, ranks[n]) for n, x in tokens.items() if n != "g" or x is not None},
-           cu_seqlens, num_householder)  # fmt: skip
+    ranks = {"q": (q, 4), "k": (k, 4), "v": (v, 4), "beta": (beta, 3)}
+    if g is not None:
+        ranks["g"] = g, 3
+    _check(op, ranks, cu_seqlens, num_householder)
     if g is None:
-        tokens["g"] = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
+        g = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     options = {
         "scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
         "num_householder": num_householder,

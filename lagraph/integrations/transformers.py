@@ -189,14 +189,15 @@ def _token_rule(
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, token by token: `recurrent_gdn`, or chunks where gradients are due."""
-    run = fla.fused_recurrent_gated_delta_rule
+    run: Any = fla.fused_recurrent_gated_delta_rule
     if _records(query, key, value, g, beta, initial_state):
         run = fla.chunk_gated_delta_rule
-    return run(
+    out: tuple[Tensor, Tensor | None] = run(
         query, key, value, g=g, beta=beta, initial_state=initial_state,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=_offsets("torch_recurrent_gated_delta_rule", rest),
     )  # fmt: skip
+    return out
 
 
 # Mamba-2 ------------------------------------------------------------------------------------------
@@ -251,6 +252,8 @@ def _update(
                 f"mamba2_selective_state_update: {name} differs within a head. Pass one value a "
                 f"head, expanded; lagraph has no other Mamba-2."
             )
+    if D is not None and D.dim() == 2 and D.stride(1) == 0:
+        D = D[:, 0]  # expanded: one value a head
     run: Any = lagraph.ops.recurrent_mamba2
     if _records(state, hidden_states, dt, A, B, C):
         run = lagraph.ops.chunk_mamba2
@@ -277,14 +280,15 @@ def _convolve(
     x = x if x.stride(-1) == 1 else x.contiguous()
     fused = bias is None and activation in IN_KERNEL
     name = IN_KERNEL[activation] if fused else None
-    y: Tensor = lagraph.ops.causal_conv1d(x, weight, activation=name, **options)
+    y: Any = lagraph.ops.causal_conv1d(x, weight, activation=name, **options)
     if not fused:
         y = y if bias is None else y + bias
         if IN_KERNEL.get(activation) == "silu":
             y = F.silu(y)
         elif activation is not None:
             y = import_module("transformers.activations").ACT2FN[activation](y)
-    return y.mT.to(dtype)
+    out: Tensor = y.mT.to(dtype)
+    return out
 
 
 def _conv(
@@ -326,7 +330,10 @@ class Model:
     functions: Mapping[str, Callable[..., Any]]
 
 
-_SHORT = {"causal_conv1d_fn": _conv, "causal_conv1d_update": _conv_update}
+_SHORT: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "causal_conv1d_update": _conv_update,
+}
 
 MODELS: dict[str, Model] = {
     "qwen3_next": Model(
