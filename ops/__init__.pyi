@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lagraph.ops import context_parallel as context_parallel
 from lagraph.ops import gdn as gdn
 from lagraph.ops import kda as kda
 from lagraph.ops.active import active_token_mask as active_token_mask

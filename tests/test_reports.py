@@ -1,8 +1,8 @@
 """Faults that users of such kernels reported in public, each as the kind of fault it was.
 
 A test's name starts with the report's number (B01 to B119, odd numbers only). Golden numbers come
-from a plain fp64 recurrence. LATER names the functions that a report needs and that do not exist
-yet; once one appears, `test_later` fails until its tests are written.
+from a plain fp64 recurrence. Reports on convolution, decode and context parallelism are in the files
+of those.
 
 Reports that the table of `test_engines.py` covers as well are kept here with their own inputs.
 """
@@ -35,11 +35,6 @@ from lagraph.errors import InvalidNode, NotSupported
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-# Functions that reports ask for and that do not exist yet -> the reports
-LATER = {
-    "ContextParallelPlan": "B71",
-}
-
 DELTA = ("gdn", "kda", "gdn2", "gdp")
 LN2 = math.log(2.0)
 DT_ONE = 0.541324855  # softplus of it is 1
@@ -53,29 +48,11 @@ def every(families=FAMILIES):
 on_every_engine = pytest.mark.parametrize("engine", [param(engine) for engine in ENGINES])
 
 
-# The table of what is still to come ----------------------------------------------------------
-
-
-def public_names():
-    """Names in lagraph.ops and in the modules below it."""
-    names = set(dir(lagraph.ops))
-    for name in ("gdn", "kda", "context_parallel"):
-        names |= set(dir(getattr(lagraph.ops, name, None)))
-    return names
-
-
-@pytest.mark.parametrize("function", LATER)
-def test_later(function):
-    """Fails once the function exists: then its reports are due, and it leaves LATER."""
-    assert function not in public_names(), f"{function} exists: write {LATER[function]}"
-
-
 def test_every_report_has_a_test():
-    """All 60 reports are tested in a file of this folder or wait in LATER."""
+    """All 60 reports are tested in a file of this folder."""
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     here = {name.upper() for name in re.findall(r"def test_(b\d+)_", text)}
-    waiting = set(" ".join(LATER.values()).split())
-    assert {f"B{number:02d}" for number in range(1, 120, 2)} <= here | waiting
+    assert {f"B{number:02d}" for number in range(1, 120, 2)} <= here
 
 
 # Inputs --------------------------------------------------------------------------------------
