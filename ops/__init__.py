@@ -4,8 +4,8 @@ of them.
 Three per family on packed rows: the forward (differentiable), the summary of a span, and the
 summary of its gradient, generated from `lagraph.nodes`. On batches [B, T, ...] there are `chunk_*`
 for training and prefill; `recurrent_*`, `paged_chunk_*` and one-token `*_decode` for states that
-are carried; the short convolution, gates and masks. `lagraph.ops.context_parallel` spreads one sequence over
-ranks. `ops/__init__.pyi` has every signature.
+are carried; the short convolution, gates and masks. `lagraph.ops.context_parallel` spreads one
+sequence over ranks. `ops/__init__.pyi` has every signature.
 """
 
 # ruff: noqa: F401 (the names imported here are the package's)

@@ -1,8 +1,8 @@
 """Faults that users of such kernels reported in public, each as the kind of fault it was.
 
 A test's name starts with the report's number (B01 to B119, odd numbers only). Golden numbers come
-from a plain fp64 recurrence. Reports on convolution, decode and context parallelism are in the files
-of those.
+from a plain fp64 recurrence. Reports on convolution, decode and context parallelism are in the
+files of those.
 
 Reports that the table of `test_engines.py` covers as well are kept here with their own inputs.
 """
