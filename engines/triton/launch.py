@@ -22,7 +22,7 @@ from lagraph.engines.triton.kernels.segment import link_kernel
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from lagraph.engines.triton.config import Schedule
+    from lagraph.engines.triton.config import Schedule, Tile
     from lagraph.problem import Problem
 
 __all__ = ["ForwardPlan", "SummaryPlan"]
@@ -92,6 +92,9 @@ class _Plan:
         split = knobs.get("split", getattr(options, "allow_neg_eigval", False))
         self.split = self.splits and self.delta and self.io.itemsize == 2 and bool(split)
         self.scratch = self._factor_scratch()
+        # Constants of the kernels, put together once: a call only adds tensors and strides.
+        self.factor_constants = self._factor_constants()
+        self._scan_constants: dict[tuple[bool, str, Tile], dict[str, Any]] = {}
         work = work_of(problem, self.config, knobs, _processors(problem), cut=self.cuts)
         self._schedule = lru_cache(maxsize=1024)(partial(schedule, work))
 
@@ -170,14 +173,15 @@ class _Plan:
             return "bounded" if self.key_gate else "softplus"
         return options.gate_domain
 
-    def factor(self, x: dict[str, Any], ws: dict[str, Any], slots: int, T: int, N: int) -> None:
+    def _factor_constants(self) -> dict[str, Any]:
         config, options = self.config, self.problem.options
-        q, k, g, beta, cu = x.get("q"), x["k"], x["g"], x.get("beta"), x["cu_seqlens"]
-        s_qt, s_qh = (q.stride(0), q.stride(1)) if q is not None else (0, 0)
-        s_kt, s_ks, s_kh = self.steps(k, 3)
-        flags = {
+        constants = {
+            **self.heads,
+            "K": self.K,
+            "C": config.chunk,
+            "BK": config.block_k,
             "GATE": self.gate_kind,
-            "QUERY": q is not None,
+            "QUERY": self.query,
             "NORM": bool(getattr(options, "use_qk_l2norm", False)),
             "SIGMOID": bool(getattr(options, "use_beta_sigmoid", False)),
             "DOUBLE": bool(getattr(options, "allow_neg_eigval", False)),
@@ -188,7 +192,21 @@ class _Plan:
             "num_stages": config.factor_stages,
             "maxnreg": config.factor_registers,
         }
-        shape = {**self.heads, "K": self.K, "C": config.chunk, "BK": config.block_k}
+        if self.key_gate:
+            constants["ERASE_KEY"] = self.problem.traits.erase == "key"
+            constants["GUARD"] = bool(getattr(options, "beta_guard", False))
+        else:
+            constants |= {"HP": config.share, "NS": self.substeps, "CQ": config.queries}
+            constants |= {
+                "DELTA": self.delta,
+                "SOFTPLUS": bool(getattr(options, "dt_softplus", False)),
+            }
+        return constants
+
+    def factor(self, x: dict[str, Any], ws: dict[str, Any], slots: int, T: int, N: int) -> None:
+        q, k, g, beta, cu = x.get("q"), x["k"], x["g"], x.get("beta"), x["cu_seqlens"]
+        s_qt, s_qh = (q.stride(0), q.stride(1)) if q is not None else (0, 0)
+        s_kt, s_ks, s_kh = self.steps(k, 3)
         if self.key_gate:
             s_bt, s_bh = beta.stride(0), beta.stride(1)
             factor_key_kernel[(slots * self.HO,)](
@@ -197,19 +215,42 @@ class _Plan:
                 ws["solve"], ws["inverse"],
                 ws.get("scores"), N, T, self.scale, self.lower, cu.stride(0),
                 s_qt, s_qh, s_kt, s_kh, g.stride(0), g.stride(1), s_bt, s_bh,
-                ERASE_KEY=self.problem.traits.erase == "key",
-                GUARD=bool(getattr(options, "beta_guard", False)), **shape, **flags,
+                **self.factor_constants,
             )  # fmt: skip
             return
         s_bt, s_bs, s_bh = self.steps(beta, 2)
-        factor_head_kernel[(slots * (self.HO // config.share),)](
+        factor_head_kernel[(slots * (self.HO // self.config.share),)](
             q, k, g, beta, x.get("a_log"), x.get("dt_bias"), x.get("a"), cu,
             ws["rows"], ws.get("solve"), ws.get("inverse"), ws.get("scores"), N, T, self.scale,
             self.lower, self.dt_min, self.dt_max, cu.stride(0), s_qt, s_qh, s_kt, s_ks, s_kh,
             g.stride(0), g.stride(1), s_bt, s_bs, s_bh,
-            HP=config.share, NS=self.substeps, CQ=config.queries, DELTA=self.delta,
-            SOFTPLUS=bool(getattr(options, "dt_softplus", False)), **shape, **flags,
+            **self.factor_constants,
         )  # fmt: skip
+
+    def scan_constants(self, identity: bool, stage: str, tile: Tile) -> dict[str, Any]:
+        """What does not change between launches of one kind."""
+        found = self._scan_constants.get((identity, stage, tile))
+        if found is None:
+            config, options = self.config, self.problem.options
+            found = self._scan_constants[identity, stage, tile] = {
+                **self.heads,
+                "HV": self.problem.sizes.get("HV", self.HO),
+                "K": self.K,
+                "NS": self.substeps,
+                "C": config.chunk,
+                "CQ": config.queries,
+                "KEY_GATE": self.key_gate,
+                "DELTA": self.delta,
+                "IDENTITY": identity,
+                "STAGE": stage,
+                "SPLIT": self.split,
+                "EVERY": getattr(options, "checkpoint_every_n_tokens", 0) or 1,
+                "PREC": config.precision,
+                "num_warps": tile.warps,
+                "num_stages": tile.stages,
+                "maxnreg": config.serial_registers,
+            }
+        return found
 
     def scan(
         self,
@@ -229,7 +270,7 @@ class _Plan:
         """The serial pass. With `identity` the state starts as the unit matrix and nothing is
         written to it: its end is the transition of the span. `stage` is for sequences that are
         cut, into as many later segments as there are slots: see `kernels.scan`."""
-        config, plan = self.config, self.schedule(T, N)
+        plan = self.schedule(T, N)
         tile = plan.tile
         v = None if identity else x["v"]
         w = None if identity else x.get("w")
@@ -260,13 +301,7 @@ class _Plan:
             cu.stride(0), index.stride(0) if index is not None else 0,
             s_qt, s_qh, s_kt, s_ks, s_kh, *self.steps(v, 3), *_strides(2, w), *s_d, *_strides(2, z),
             *_strides(3, h0), *_strides(3, final), *_strides(2, out), *_strides(2, pre),
-            HV=self.problem.sizes.get("HV", self.HO), V=width, NS=self.substeps,
-            K=self.K, C=config.chunk, CQ=config.queries, BV=block_v, **self.heads,
-            KEY_GATE=self.key_gate, DELTA=self.delta, IDENTITY=identity, STAGE=stage,
-            SPLIT=self.split,
-            EVERY=getattr(self.problem.options, "checkpoint_every_n_tokens", 0) or 1,
-            PREC=config.precision, num_warps=tile.warps, num_stages=tile.stages,
-            maxnreg=config.serial_registers,
+            V=width, BV=block_v, **self.scan_constants(identity, stage, tile),
         )  # fmt: skip
 
 
