@@ -32,7 +32,7 @@ RUNS = {
                             [r"kda, backend reference on cpu", r"cu_seqlens \[0, \d+",
                              r"differ by \d\.\de-0[5-9]"]),
     "zero_drift_decode": (["--tokens", "64"], ["kda +replayed chunk +float32 +yes",
-                                               "kda +ReplayState +bfloat16 +yes"]),
+                                               "kda +ReplayState +float32 +yes"]),
     "serving": (["--requests", "5", "--slots", "2", "--budget", "16"],
                 [r"(?m)^ +4 .* yes ", r"\d+ written in .* tokens per second"]),
 }  # fmt: skip

@@ -162,12 +162,16 @@ class Scan(torch.autograd.Function):
             torch.mul(now, factors[0][a:b], out=new)
             for factor in factors[1:]:
                 new *= factor[a:b]
+            # A state that has outgrown the dtype stays infinite, whatever is written to it.
+            grown = new.clone() if len(factors) > 1 else None
             if w is None:
                 new += writes[a:b].view_as(new)
             else:
                 torch.baddbmm(u[a:b].flatten(0, 1), w[a:b].flatten(0, 1), now.flatten(0, 1).mT,
                               alpha=-1, out=r[a:b].flatten(0, 1))  # fmt: skip
                 _add_write(new, r[a:b], k[a:b], None if left is None else left[a:b])
+            if grown is not None:
+                torch.where(grown.isinf(), grown, new, out=new)
             end[rest : b - a] = new[rest:]
         entry = states[: len(u)]
         ctx.levels = levels
