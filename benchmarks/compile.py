@@ -81,14 +81,18 @@ QUICK = (
     Sample("gdp", n=2),
     Sample("mamba2", 1, 8, V=64),
 )
+BACK = tuple(replace(s, direction="backward") for s in QUICK)
 SAMPLES = (
     *QUICK,
+    *BACK,
     *(
         replace(s, dtype=dtype, K=size, V=size)
         for s in QUICK
         for dtype, size in ((F16, 128), (F32, 128), (BF16, 256), (F32, 256), (BF16, 64), (BF16, 16))
     ),
+    *(replace(s, dtype=F32) for s in BACK),
     *(replace(s, direction="summary", state=False) for s in QUICK),
+    *(replace(s, direction="summary_backward", state=False) for s in QUICK),
     *(replace(s, options=NORM) for s in QUICK[:2]),
 )
 
@@ -210,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     bad = 0
     print(f"Triton {triton.__version__}")
     for arch in args.arch:
-        for sample in QUICK if args.quick else SAMPLES:
+        for sample in (*QUICK, *BACK[:2]) if args.quick else SAMPLES:
             if words and not any(word in str(sample) for word in words):
                 continue
             for name, kernel, warps in compiled(sample, arch, knobs):

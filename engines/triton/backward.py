@@ -63,7 +63,7 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Tiles:
     small = wide or problem.arch in SMALL_SHARED
     key_gate = problem.traits.gate == "key"
     # Chunks of 32 rows feed two warps.
-    warps, block_k = (4, 32) if wide else (2, 16 if key_gate else 32)
+    warps, block_k = 4 if wide else 2, 16 if key_gate else 32
     return Tiles(
         block_k=min(size["K"], int(knobs.get("gradient_k", block_k))),
         block_v=min(size["V"], int(knobs.get("gradient_v", 32 if small else 64))),
