@@ -231,7 +231,7 @@ OFF = {
     "an unknown name": ({"ouput_final_state": True}, errors.InvalidOption, "Did you mean output_f"),
     "head first": ({"head_first": True}, errors.InvalidOption, r"transpose\(1, 2\)"),
     "an old name": ({"transpose_state_layout": True}, errors.InvalidOption, "state_v_first"),
-    "context": ({"cp_context": object()}, errors.NotSupported, "summary"),
+    "context": ({"cp_context": object()}, errors.NotSupported, "context_parallel"),
     "states between": ({"return_intermediate_states": True}, errors.NotSupported, "checkpoint_"),
     "a state turned": ({"initial_state": torch.zeros(B, HV, V, K)}, errors.ShapeMismatch,
                        "state_v_first=True"),

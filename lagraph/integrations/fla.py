@@ -113,8 +113,8 @@ def _decline(op: str, cp_context: object, intermediate: bool = False) -> None:
     """What FLA serves and this module does not."""
     if cp_context is not None:
         raise NotSupported(
-            f"{op}: cp_context is FLA's own object. Pass cu_seqlens, and see lagraph.ops's "
-            f"*_summary functions for sequences that span ranks."
+            f"{op}: cp_context is FLA's own object. Pass cu_seqlens, or use "
+            f"lagraph.ops.context_parallel for sequences that span ranks."
         )
     if intermediate:
         raise NotSupported(
