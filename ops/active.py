@@ -62,7 +62,7 @@ def mask_inactive_tokens(x: torch.Tensor, active_mask: torch.Tensor | None) -> t
     """
     if active_mask is None:
         return x
-    return torch.where(_checked("mask_inactive_tokens", x, active_mask), x, 0)
+    return torch.where(_checked("mask_inactive_tokens", x, active_mask), x, x.new_zeros(()))
 
 
 def mask_inactive_token_gradients(

@@ -243,6 +243,15 @@ def _check_advance(
             op, pool_name, expected="contiguous channels, stride 1 in the last axis",
             got=f"strides {list(pool.stride())}", mend="Keep the pool as [num_slots, W - 1, C]",
         )  # fmt: skip
+    row, history = pool.stride(1), (sizes["W"] - 2) * pool.stride(1) + sizes["C"]
+    if pool.numel() and (
+        (sizes["W"] > 2 and row < sizes["C"]) or (pool.shape[0] > 1 and pool.stride(0) < history)
+    ):
+        raise RuleBroken(
+            op, pool_name, expected="slots and rows that do not overlap",
+            got=f"strides {list(pool.stride())}", mend="Pass a pool of its own memory, not a view "
+            "that repeats it",
+        )  # fmt: skip
     need(op, "state_indices", index, "N", sizes, INTS, x.device)
     need(op, "has_initial_state", has, "N", sizes, (torch.bool,), x.device)
     if index is None and pool.shape[0] < sizes["N"]:

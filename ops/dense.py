@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lagraph.ops.mode import PLAIN, wrapping
+
 __all__ = ["offsets", "rows"]
 
 CAPACITY = 256  # offsets kept; each is a few bytes a sequence
@@ -34,8 +36,9 @@ def offsets(batch: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
     A capture makes its own, whose memory is the graph's, so that no eviction reaches a graph.
     """
     device = like.device
-    if torch.compiler.is_compiling() or type(like) not in (torch.Tensor, torch.nn.Parameter):
-        return _make(batch, tokens, device)  # a traced or a fake one is of no use to later calls
+    # Modes may make traced, fake or wrapped ones for plain tensors: of no use to later calls.
+    if torch.compiler.is_compiling() or type(like) not in PLAIN or wrapping():
+        return _make(batch, tokens, device)
     stream = 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():

@@ -155,12 +155,15 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     cu = offsets(batch, length, io) if call.cu_seqlens is None else call.cu_seqlens
     state, slots, final = call.state, call.slots, call.final
     if slots is not None:
+        params = {n: x for n, x in call.options.items() if isinstance(x, torch.Tensor)}
+        wanted = {**tokens, **params, call.state_name: state}
+        require_inference(call.name, wanted, "Call under torch.no_grad().")
         if call.fresh is not None:
             if not slots.is_cuda and not torch.compiler.is_compiling():
                 explain(call)  # before anything is written
             clear_rows(state, slots, call.fresh)
         # Slot 0 is padding here and a row there: without it, it falls among the negative ones.
-        state, slots, final = state[1:], slots - 1, True  # type: ignore[index]
+        state, slots, final = state[1:], slots.clamp(min=0) - 1, True  # type: ignore[index]
     elif state is not None and state.dtype in NARROW[io.dtype is torch.float64]:
         state = state.to(torch.float64 if io.dtype is torch.float64 else torch.float32)
     out, last = form.operator(

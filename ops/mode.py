@@ -15,10 +15,15 @@ from torch._C import _len_torch_function_stack as function_modes
 from torch._C._autograd import _profiler_enabled as profiling
 from torch.autograd import forward_ad
 
-__all__ = ["PLAIN", "busy"]
+__all__ = ["PLAIN", "busy", "wrapping"]
 
 # Types of tensors that bring no dispatch of their own.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def wrapping() -> bool:
+    """Whether a mode or a transform is active that may hand out other tensors than plain ones."""
+    return bool(dispatch_modes() or function_modes() or transforms())
 
 
 def busy() -> bool:

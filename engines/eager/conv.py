@@ -118,6 +118,9 @@ def advance(
 ) -> None:  # fmt: skip
     """Write `out` and advance the pool, in place."""
     N = x.shape[0] if cu is None else cu.shape[0] - 1
+    if pool.shape[0] == 0:  # all padding
+        out.zero_()
+        return
     if index is None:
         slots = torch.arange(N, device=x.device)
         live = torch.ones(N, dtype=torch.bool, device=x.device)

@@ -62,6 +62,9 @@ def _decay(x: dict[str, Any], call: SimpleNamespace, wide: Any) -> tuple[Tensor,
 def decode(x: dict[str, Any], call: SimpleNamespace, heads: int) -> None:
     """The step in plain PyTorch, fp32 or wider."""
     pool, index, has = x["state_cache"], x["state_indices"].long(), x["has_initial_state"]
+    if pool.shape[0] == 0:  # all padding
+        x["out"].zero_()
+        return
     wide = torch.float64 if x["packed"].dtype == torch.float64 else torch.float32
     delta = call.family != "mamba2"
     q, k, v = _sections(x, call, heads, wide)

@@ -154,6 +154,9 @@ class _Plan:
         for name in ("a_log", "dt_bias", "a"):  # a few numbers a head, read as dense
             if x.get(name) is not None:
                 x[name] = x[name].contiguous()
+        for name, tensor in x.items():  # a kernel reads the memory, whatever its sign bit says
+            if tensor is not None and tensor.is_neg():
+                x[name] = tensor.resolve_neg()
         return x
 
     def steps(self, x: torch.Tensor | None, rank: int) -> tuple[int, int, int]:
