@@ -65,13 +65,13 @@ def merge_state(state: Tensor, summary: Tensor, *, log2_decay: bool | None = Non
         log2_decay: Whether it is Mamba-2's; None reads that off the shape (False for K = 1).
 
     Returns:
-        [..., V, K] in the summary's dtype.
+        [..., V, K] in the wider dtype of the two, at least fp32.
 
     Raises:
         ShapeMismatch: The two do not fit.
     """
     bias, transition, scalar = split("merge_state", summary, state.shape[-2], log2_decay)
-    state = state.to(summary.dtype)
+    state, bias, transition = _widened(state, bias, transition)
     if state.shape[-1] != summary.shape[-1]:
         raise ShapeMismatch(
             "merge_state", "state", expected=f"K = {summary.shape[-1]} columns, as summary",
@@ -96,6 +96,7 @@ def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) 
     Raises:
         ShapeMismatch: The two do not fit.
     """
+    first, then = _widened(first, then)
     rows, keys = first.shape[-2:]
     value_dim = rows - (1 if log2_decay else keys)
     if then.shape[-2:] != first.shape[-2:]:
@@ -108,8 +109,16 @@ def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) 
         before, decay, _ = split("compose_summaries", first, value_dim, True)
         merged = before * torch.exp2(transition) + bias
         return torch.cat([merged, (decay + transition).expand_as(merged[..., :1, :])], -2)
-    both = _product(first.to(then.dtype), transition)
+    both = _product(first, transition)
     return torch.cat([both[..., :value_dim, :] + bias, both[..., value_dim:, :]], -2)
+
+
+def _widened(*tensors: Tensor) -> list[Tensor]:
+    """All in the widest dtype among them, at least fp32."""
+    dtype = torch.float32
+    for x in tensors:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return [x.to(dtype) for x in tensors]
 
 
 def pack(bias: Tensor, transition: Tensor) -> Tensor:

@@ -75,3 +75,14 @@ def test_a_mask_keeps_the_dtype(dtype):
     x = torch.ones(1, 4, 2).to(dtype)
     mask = ops.active_token_mask(x, torch.tensor([0, 3]))
     assert ops.mask_inactive_tokens(x, mask).dtype == dtype
+
+
+def test_merging_keeps_the_wider_dtype():
+    """An fp64 state met by an fp32 or bf16 summary is not rounded down; bf16 is widened."""
+    state = torch.randn(4, 6, 8, dtype=torch.float64)
+    neutral = ops.context_parallel.neutral_summary(4, 6, 8, device="cpu")
+    for summary in (neutral, neutral.bfloat16()):
+        assert torch.equal(ops.context_parallel.merge_state(state, summary), state)
+        assert ops.context_parallel.merge_state(state.bfloat16(), summary).dtype == torch.float32
+    both = ops.context_parallel.compose_summaries(neutral.double(), neutral)
+    assert both.dtype == torch.float64
