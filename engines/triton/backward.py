@@ -339,7 +339,6 @@ class BackwardPlan(_BackPlan):
         config, tiles = self.config, self.tiles
         q, k, v, w, g, beta = (x.get(name) for name in ("q", "k", "v", "w", "g", "beta"))
         dout, cu, grid = x["dO"], x["cu_seqlens"], slots * self.HO
-        blocks = self.K // tiles.block_k
         shape = {"HO": self.HO, "C": config.chunk, **self.activation}
         tall = {"HV": self.HV, "V": self.V, "BV": tiles.block_v, "ERASE_KEY": self.erase_key}
         products_key_kernel[(grid,)](
@@ -349,7 +348,7 @@ class BackwardPlan(_BackPlan):
             *_strides(2, y["dV"]), *_strides(2, y.get("dW")),
             **shape, **tall, PREC=config.precision, num_warps=4, num_stages=tiles.stages,
         )  # fmt: skip
-        gradient_key_kernel[(grid * blocks,)](
+        gradient_key_kernel[(grid * self.partials,)](
             q, k, v, g, beta, x.get("a_log"), x.get("dt_bias"), dout,
             ws["gates"], ws["scores"], ws["inverse"], ws["values"], ws["dvalues"],
             ws["states"], ws["dstates"], ws["sums"], y["dQ"], y["dK"], y["dG"], y["dBeta"],
@@ -367,5 +366,6 @@ class BackwardPlan(_BackPlan):
         if not self.erase_key:
             beta_key_kernel[(grid,)](
                 beta, ws["sums"], ws["erased"], y["dBeta"], cu, N, T, cu.stride(0),
-                *_strides(2, beta), *_strides(2, y["dBeta"]), NK=blocks, **shape, num_warps=1,
+                *_strides(2, beta), *_strides(2, y["dBeta"]),
+                NK=self.partials, **shape, num_warps=1,
             )  # fmt: skip
