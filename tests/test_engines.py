@@ -385,15 +385,19 @@ def test_hostile_data(engine, family, kind, dtype, gate):
     options = {"output_final_state": True}
     if family == "gdp":
         options["num_householder"] = 1
-    names = ("O", "final_state")
     want = oracle.forward(family, x, **options)
-    low = oracle.forward(family, x, round_state_to=dtype, **options)
+    names = [name for name in ("O", "final_state") if name in want]
     on = to(engine.device, x)
     got = gradients(family, on, engine.plan(family), **options)
-    check_hostile(got, want, low, dtype, names)
+    if kind in ("zero keys", "deep gates"):  # a trap for NaN alone: these errors do not last
+        check(got, want, dtype, engine.device, names=names)
+        check(got, oracle.backward(family, x, **options), dtype, engine.device)
+        return
+    low = oracle.forward(family, x, round_state_to=dtype, **options)
+    check_hostile(got, want, low, dtype, names, engine.name)
     want = oracle.backward(family, x, **options)
     low = oracle.backward(family, x, round_state_to=dtype, **options)
-    check_hostile(got, want, low, dtype)
+    check_hostile(got, want, low, dtype, engine=engine.name)
 
 
 # Details of the calls ------------------------------------------------------------------------
