@@ -1,20 +1,28 @@
-"""Compiles the Triton engine for GPUs that need not be here: registers, spills, shared memory.
+"""Compiles an engine's kernels for GPUs that need not be here: registers, spills, shared memory.
 
     python benchmarks/compile.py [--arch 80 90 100 120] [--only gdn,kda] [--quick] [--sass]
+    python benchmarks/compile.py --engine frost [--only forward]
 
-Every plan is made and run as usual, but each launch only compiles, for the architecture named.
-One line a kernel; the exit status is 1 where one spills more than `--spills` bytes or needs more
-shared memory than the architecture has. Nothing runs, so this works without a GPU; it replaces
-Triton's driver, so it wants a process of its own.
+Triton: every plan is made and run as usual, but each launch only compiles, for the architecture
+named. Frost: the signatures that its kernel modules list in `SIGNATURES`, for SM90. One line a
+kernel; the exit status is 1 where one spills more than `--spills` bytes or needs more shared memory
+than the architecture has. Nothing runs, so this works without a GPU; it replaces Triton's driver,
+and names an architecture to CuTe before that is imported, so it wants a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import io
+import os
+import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -199,18 +207,106 @@ def sass(kernel) -> tuple[int, int]:
     return len(lines), sum("BAR." in line for line in lines)
 
 
+# The frost engine -----------------------------------------------------------------------------
+
+# The launch's configuration in the host code: threads (fields 1.0 to 1.2) and shared bytes (2).
+CONFIG = "struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>"
+
+
+def signatures(module: str) -> list:
+    """What the modules of frost's kernels list, or a module that is named."""
+    if module:
+        name, _, attribute = module.partition(":")
+        return list(getattr(importlib.import_module(name), attribute or "SIGNATURES"))
+    kernels = importlib.import_module("lagraph.engines.frost.kernels")
+    found = []
+    for item in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        if not item.ispkg:
+            found += getattr(importlib.import_module(item.name), "SIGNATURES", ())
+    return found
+
+
+def assembled(signature, arch: int) -> list[dict[str, int]]:
+    """The resources of every kernel that a signature launches, by the assembler and the host code.
+
+    Raises where the assembler said nothing: a report that is not there must not pass.
+    """
+    from lagraph.engines.frost.compile import options
+
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        function = signature.build(f"{options(arch)} remarks{{ptx}}")
+    report, code = said.getvalue(), str(function.ir_module)
+    numbers = {
+        "registers": r"Used (\d+) registers",
+        "spilled": r"(\d+) bytes spill stores",
+        "reloaded": r"(\d+) bytes spill loads",
+    }
+    columns = {name: list(map(int, re.findall(text, report))) for name, text in numbers.items()}
+    columns["shared"], threads = _stored(code, "0, 2"), [_stored(code, f"0, 1, {i}") for i in "012"]
+    columns["threads"] = [x * y * z for x, y, z in zip(*threads)]
+    if not columns["registers"] or len({len(column) for column in columns.values()}) != 1:
+        raise RuntimeError(f"{signature}: no report of the assembler for every launch:\n{report}")
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def _stored(code: str, field: str) -> list[int]:
+    """What is stored to a field of every launch's configuration; a run-time value counts as 0."""
+    place = rf"(%\d+) = llvm\.getelementptr %\d+\[{field}\][^\n]*{re.escape(CONFIG)}\n\s*"
+    found = []
+    for store in re.finditer(place + r"llvm\.store (%\w+), \1 :", code):
+        # Of the definitions of that name, the one before: other functions have theirs.
+        at = code.rfind(f"{store[2]} = ", 0, store.start())
+        constant = re.match(r"%\w+ = llvm\.mlir\.constant\((\d+) :", code[at:])
+        found.append(int(constant[1]) if constant else 0)
+    return found
+
+
+def frost(args: argparse.Namespace, words: list[str]) -> int:
+    """One line a kernel of the frost engine; how many are over."""
+    from importlib.metadata import version
+
+    # Before CuTe is imported: it would take a machine without a GPU for another architecture.
+    os.environ["CUTE_DSL_ARCH"] = f"sm_{args.arch[0]}a"
+    print(f"CuTe DSL {version('nvidia-cutlass-dsl')}")
+    bad = 0
+    for signature in signatures(args.signatures):
+        if words and not any(word in signature.name for word in words):
+            continue
+        start = time.perf_counter()
+        kernels = assembled(signature, args.arch[0])
+        took = time.perf_counter() - start
+        for use in kernels:
+            over = use["spilled"] > args.spills or use["shared"] > SHARED[args.arch[0]]
+            bad += over
+            print(
+                f"sm_{args.arch[0]} {signature.name:60s} {use['threads']:4d} threads "
+                f"{use['registers']:4d} registers {use['spilled']:5d} B spilled "
+                f"{use['shared'] / 1024:6.1f} KB shared {took:5.1f} s{'  OVER' if over else ''}",
+                flush=True,
+            )
+    return bad
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100, 120])
+    parser.add_argument("--engine", choices=("triton", "frost"), default="triton")
+    parser.add_argument("--arch", type=int, nargs="+", help="80 90 100 120; frost: 90")
     parser.add_argument("--only", default="", help="families or words of a sample, with commas")
     parser.add_argument("--quick", action="store_true", help="one sample a family")
     parser.add_argument("--sass", action="store_true", help="count instructions and barriers")
-    parser.add_argument("--spills", type=int, default=512, help="spilled bytes that are let pass")
-    parser.add_argument("--knobs", default="", help="knob=value with commas")
+    parser.add_argument("--spills", type=int, help="spilled bytes that are let pass: 512; frost: 0")
+    parser.add_argument("--knobs", default="", help="Triton: knob=value with commas")
+    parser.add_argument("--signatures", default="", help="frost: another module[:tuple] of them")
     args = parser.parse_args(argv)
+    is_frost = args.engine == "frost"
+    args.arch = args.arch or ([90] if is_frost else [80, 90, 100, 120])
+    args.spills = (0 if is_frost else 512) if args.spills is None else args.spills
     knobs = dict(part.split("=") for part in args.knobs.split(",") if part)
     knobs = {name: int(value) for name, value in knobs.items()}
     words = [word for word in args.only.split(",") if word]
+    if is_frost:
+        return int(frost(args, words) > 0)
     bad = 0
     print(f"Triton {triton.__version__}")
     for arch in args.arch:

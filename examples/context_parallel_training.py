@@ -127,6 +127,7 @@ def main() -> None:
     if args.cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+        store["device_id"] = device  # connects at once, to the right GPU
     dist.init_process_group("nccl" if args.cuda else "gloo", **store)
     group = dist.group.WORLD
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -36,6 +36,7 @@ from lagraph.handle import (
     set_stream,
 )
 from lagraph.tensor import Tensor
+from lagraph.warmup import warmup
 
 if TYPE_CHECKING:
     from lagraph import ops
@@ -73,6 +74,7 @@ __all__ = [
     "ops",
     "pygraph",
     "set_stream",
+    "warmup",
 ]
 
 

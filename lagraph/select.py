@@ -20,14 +20,34 @@ from lagraph.desc import dtype_name
 from lagraph.errors import MissingBackend, NoEngine, PlanNotOffered
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from lagraph.problem import Problem
     from lagraph.registry import EngineRow
 
-__all__ = ["PlanName", "SupportTable", "Verdict", "rank", "select", "verdicts"]
+__all__ = ["PlanName", "Preference", "SupportTable", "Verdict", "rank", "select", "verdicts"]
 
 _NAME = re.compile(r"(?P<base>[a-z0-9_]+)(?:\[(?P<knobs>[^\]]*)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Problems for which an engine was measured faster than those after it in the registry.
+
+    where: which of them, in words; holds: the same, as a predicate; None for all of them.
+    measured: the measurement behind it: device, shapes, times of both, commit.
+    """
+
+    family: str
+    direction: str
+    where: str
+    measured: str
+    holds: Callable[[Problem], bool] | None = None
+
+    def __call__(self, problem: Problem) -> bool:
+        """Whether the problem is one of them."""
+        same = (problem.family, problem.direction) == (self.family, self.direction)
+        return same and (self.holds is None or self.holds(problem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +55,11 @@ class SupportTable:
     """What one engine serves. None means no limit.
 
     devices: where it runs; default_on: where it is chosen without a pin.
+    prefer: of what it serves, it is chosen without a pin only where one of these holds.
     arch: lowest and highest compute capability (90 for SM90), CUDA only.
     dtypes: token dtypes; K and V: head dims by letter; layouts: highest `layout_class` of inputs.
-    loose: inputs of at most this rank may have any strides, whatever `layouts` says.
+    loose: inputs of at most this rank may have any strides, whatever `layouts` says; so may the
+        inputs that `free` names.
     serves: (family, direction) pairs. knobs: what a plan name may set, with the allowed values.
     without: {option: reason} for options that the engine declines when they are set.
     """
@@ -49,10 +71,18 @@ class SupportTable:
     dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layouts: int = 3
     loose: int = 0
+    free: frozenset[str] = frozenset()
     serves: frozenset[tuple[str, str]] | None = None
     knobs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    prefer: tuple[Preference, ...] | None = None
     summary: str = ""
+
+    def chosen(self, problem: Problem) -> bool:
+        """Whether the engine may be chosen for this problem without a pin, where it serves it."""
+        if problem.device not in self.default_on:
+            return False
+        return self.prefer is None or any(preference(problem) for preference in self.prefer)
 
     def reasons(self, problem: Problem) -> list[str]:
         """Why this engine declines the problem; empty if it serves it."""
@@ -75,8 +105,10 @@ class SupportTable:
                 allowed = ", ".join(map(str, sizes))
                 why.append(f"{letter}={problem.sizes[letter]} not in {{{allowed}}}")
         for name, layout in problem.layouts.items():
-            if layout > self.layouts and problem.ranks[name] > self.loose:
-                why.append(f"strides of {name}: call {name}.contiguous() first")
+            if layout <= self.layouts or problem.ranks[name] <= self.loose or name in self.free:
+                continue
+            what = " are no multiples of 16 bytes" if (self.layouts, layout) == (1, 2) else ""
+            why.append(f"strides of {name}{what}: call {name}.contiguous() first")
         for option, reason in self.without.items():
             if getattr(problem.options, option, False):
                 why.append(f"{option}: {reason}")
@@ -172,7 +204,7 @@ def verdicts(problem: Problem) -> tuple[Verdict, ...]:
     for row in registry.ENGINES:
         table: SupportTable = registry.load(row.table)
         reasons = (*missing(row), *table.reasons(problem))
-        default = problem.device in table.default_on
+        default = table.chosen(problem)
         found.append(Verdict(plan_of(problem, row.name), row.name, not reasons, default, reasons))
     return tuple(found)
 
@@ -209,14 +241,19 @@ def select(problem: Problem, plan_name: str | None = None) -> PlanName:
     )
 
 
-def build(problem: Problem, name: PlanName) -> Any:
-    """The engine's compiled plan."""
+def engine(problem: Problem, name: PlanName) -> Any:
+    """The engine behind a plan's name, loaded."""
     for row in registry.ENGINES:
         if plan_of(problem, row.name) == name.base:
             if missing(row):
                 raise MissingBackend(f"{name}: {'; '.join(missing(row))}.")
-            return registry.load(row.engine).plan(problem, dict(name.knobs))
+            return registry.load(row.engine)
     raise PlanNotOffered(f"plan_name: no plan {name.base!r} for {_title(problem)}.")
+
+
+def build(problem: Problem, name: PlanName) -> Any:
+    """The engine's compiled plan."""
+    return engine(problem, name).plan(problem, dict(name.knobs))
 
 
 def _check_knobs(name: PlanName, table: SupportTable) -> None:

@@ -13,6 +13,7 @@ sequence over ranks. `ops/__init__.pyi` has every signature.
 from typing import Any
 
 from lagraph.ops import context_parallel, gdn, kda
+from lagraph.ops.accept import accept_states
 from lagraph.ops.active import (
     active_token_mask,
     mask_inactive_token_gradients,

@@ -8,6 +8,7 @@ from torch import Tensor
 from lagraph.ops import context_parallel as context_parallel
 from lagraph.ops import gdn as gdn
 from lagraph.ops import kda as kda
+from lagraph.ops.accept import accept_states as accept_states
 from lagraph.ops.active import active_token_mask as active_token_mask
 from lagraph.ops.active import mask_inactive_token_gradients as mask_inactive_token_gradients
 from lagraph.ops.active import mask_inactive_tokens as mask_inactive_tokens
@@ -51,6 +52,7 @@ __all__ = [
     "ReplayState",
     "ShortConvConfig",
     "SplitOptions",
+    "accept_states",
     "active_token_mask",
     "bound_gate",
     "causal_conv1d",

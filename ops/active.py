@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from lagraph.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
+from lagraph.ops.argument import check_layout, only_tensors
 
 __all__ = ["active_token_mask", "mask_inactive_token_gradients", "mask_inactive_tokens"]
 
@@ -34,7 +35,9 @@ def active_token_mask(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor
     Returns:
         [T], bool: true before cu_seqlens[-1].
     """
+    only_tensors("active_token_mask", "x cu_seqlens", (x, cu_seqlens), 2)
     _check_packed("active_token_mask", x)
+    check_layout("active_token_mask", "cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ShapeMismatch(
             "active_token_mask", "cu_seqlens", expected="[N+1]",
@@ -61,6 +64,7 @@ def mask_inactive_tokens(x: torch.Tensor, active_mask: torch.Tensor | None) -> t
         [1, T, ...], a copy.
     """
     if active_mask is None:
+        only_tensors("mask_inactive_tokens", "x", (x,), 1)
         return x
     return torch.where(_checked("mask_inactive_tokens", x, active_mask), x, x.new_zeros(()))
 
@@ -78,6 +82,7 @@ def mask_inactive_token_gradients(
         [1, T, ...]: a view of x; a copy under torch.compile, torch.func and forward mode.
     """
     if active_mask is None:
+        only_tensors("mask_inactive_token_gradients", "x", (x,), 1)
         return x
     mask = _checked("mask_inactive_token_gradients", x, active_mask)
     special = forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
@@ -102,7 +107,9 @@ class _Barrier(torch.autograd.Function):
 
 def _checked(op: str, x: torch.Tensor, active_mask: torch.Tensor) -> torch.Tensor:
     """The mask in the rank of x."""
+    only_tensors(op, "x active_mask", (x, active_mask), 2)
     _check_packed(op, x)
+    check_layout(op, "active_mask", active_mask)
     if active_mask.dim() != 1 or active_mask.shape[0] != x.shape[1]:
         raise ShapeMismatch(
             op, "active_mask", expected=f"[T], T = {x.shape[1]}",
@@ -118,6 +125,7 @@ def _checked(op: str, x: torch.Tensor, active_mask: torch.Tensor) -> torch.Tenso
 
 
 def _check_packed(op: str, x: torch.Tensor) -> None:
+    check_layout(op, "x", x)
     if x.dim() < 2 or x.shape[0] != 1:
         raise ShapeMismatch(
             op, "x", expected="[1, T, ...]", got=f"shape {list(x.shape)}",

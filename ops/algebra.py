@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagraph.errors import ShapeMismatch
+from lagraph.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
+from lagraph.ops.fragments import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +50,12 @@ def neutral_summary(
     Returns:
         [H, V + K, K], or [H, V + 1, K] for Mamba-2.
     """
+    named = {"heads": heads, "value_dim": value_dim, "key_dim": key_dim}
+    for name, size in named.items():
+        whole("neutral_summary", name, size, 0, "Give the sizes of a state [H, V, K]")
+    if dtype not in (torch.float32, torch.float64):
+        raise DtypeMismatch("neutral_summary", "dtype", expected="torch.float32 or torch.float64",
+                            got=str(dtype), mend="Leave it out")  # fmt: skip
     rows = 1 if log2_decay else key_dim
     made = torch.zeros(heads, value_dim + rows, key_dim, dtype=dtype, device=device)
     if not log2_decay:
@@ -68,8 +75,9 @@ def merge_state(state: Tensor, summary: Tensor, *, log2_decay: bool | None = Non
         [..., V, K] in the wider dtype of the two, at least fp32.
 
     Raises:
-        ShapeMismatch: The two do not fit.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: The two do not fit, or are no such tensors.
     """
+    _floating("merge_state", state=state, summary=summary)
     bias, transition, scalar = split("merge_state", summary, state.shape[-2], log2_decay)
     state, bias, transition = _widened(state, bias, transition)
     if state.shape[-1] != summary.shape[-1]:
@@ -94,8 +102,9 @@ def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) 
         A summary of the same kind.
 
     Raises:
-        ShapeMismatch: The two do not fit.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: The two do not fit, or are no such tensors.
     """
+    _floating("compose_summaries", first=first, then=then)
     first, then = _widened(first, then)
     rows, keys = first.shape[-2:]
     value_dim = rows - (1 if log2_decay else keys)
@@ -110,7 +119,27 @@ def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) 
         merged = before * torch.exp2(transition) + bias
         return torch.cat([merged, (decay + transition).expand_as(merged[..., :1, :])], -2)
     both = _product(first, transition)
-    return torch.cat([both[..., :value_dim, :] + bias, both[..., value_dim:, :]], -2)
+    both[..., :value_dim, :] += bias
+    return both
+
+
+def _floating(op: str, **tensors: Any) -> None:
+    """Refuse what is no floating tensor [..., rows, K], or on another device than the rest."""
+    device = None
+    for name, x in tensors.items():
+        good = isinstance(x, torch.Tensor)
+        if not good or not x.is_floating_point():
+            raise DtypeMismatch(
+                op, name, expected="a floating torch.Tensor",
+                got=str(x.dtype) if good else type(x).__name__, mend=f"Pass {name} as one",
+            )  # fmt: skip
+        if x.dim() < 2:
+            raise ShapeMismatch(op, name, expected="[..., rows, K]", got=f"shape {list(x.shape)}",
+                                mend=f"Give {name} at least two axes")  # fmt: skip
+        if device is not None and x.device != device:
+            raise DeviceMismatch(op, name, expected=f"device {device}", got=str(x.device),
+                                 mend="Move both to one device")  # fmt: skip
+        device = x.device
 
 
 def _widened(*tensors: Tensor) -> list[Tensor]:

@@ -34,7 +34,9 @@ __all__ = [
     "FLOATS",
     "INTS",
     "KERNEL_FLOATS",
+    "apart",
     "boolean",
+    "check_layout",
     "check_offsets",
     "check_slots",
     "need",
@@ -45,6 +47,7 @@ __all__ = [
     "options_text",
     "overlap",
     "plain",
+    "readable",
     "refuse_gradient",
     "register_in_place",
     "serve",
@@ -149,6 +152,7 @@ def need(
     """
     if x is None:
         return
+    check_layout(op, name, x)
     if x.dtype not in dtypes:
         raise DtypeMismatch(
             op, name, expected=" or ".join(dtype_name(dtype) for dtype in dtypes),
@@ -175,6 +179,18 @@ def need(
             )  # fmt: skip
 
 
+def check_layout(op: str, name: str, x: torch.Tensor) -> None:
+    """Refuse tensors without strides: sparse ones, and nested ones."""
+    if x.layout is torch.strided and not x.is_nested:
+        return
+    raise RuleBroken(
+        op, name, expected="a dense tensor", got=f"layout {x.layout}, nested" if x.is_nested
+        else f"layout {x.layout}",
+        mend="Pass x.values() packed along T, with cu_seqlens=x.offsets()" if x.is_nested
+        else f"Call {name}.to_dense() first",
+    )  # fmt: skip
+
+
 def only_tensors(op: str, names: str, values: Sequence[Any], required: int) -> None:
     """Say which argument is not a tensor: an operator's schema would not name it. The first
     `required` of the names must be given."""
@@ -185,17 +201,25 @@ def only_tensors(op: str, names: str, values: Sequence[Any], required: int) -> N
                 got="None" if value is None else type(value).__name__,
                 mend=f"Pass {name}" if value is None else f"Pass torch.as_tensor({name})",
             )  # fmt: skip
+        if value is not None and type(value) not in PLAIN:
+            check_layout(op, name, value)
+
+
+def readable(x: torch.Tensor) -> bool:
+    """Whether there are values, and looking at them waits for no device."""
+    known = type(x) in PLAIN and not torch.compiler.is_compiling()
+    return known and (infer.VALIDATE or not x.is_cuda)
 
 
 def check_offsets(op: str, cu: torch.Tensor, tokens: int) -> None:
-    """The values of cu_seqlens, where reading them waits for no device."""
-    if infer.VALIDATE or not cu.is_cuda:
+    """The values of cu_seqlens, where they can be read."""
+    if readable(cu):
         infer.check_offsets(cu.tolist(), tokens, op)
 
 
 def check_slots(op: str, index: torch.Tensor, rows: int) -> None:
     """The values of state_indices: positive ones are inside the pool and differ."""
-    if not infer.VALIDATE and index.is_cuda:
+    if not readable(index):
         return
     slots = index.tolist()
     used = [slot for slot in slots if slot > 0]
@@ -206,9 +230,25 @@ def check_slots(op: str, index: torch.Tensor, rows: int) -> None:
         )  # fmt: skip
 
 
+def apart(op: str, name: str, x: torch.Tensor, other: str, y: torch.Tensor) -> None:
+    """Refuse a buffer x that reaches over a stretch of y's memory."""
+    try:
+        shared = overlap(x, y)
+    except RuntimeError:  # no memory to point at
+        check_layout(op, name, x)
+        check_layout(op, other, y)
+        raise
+    if shared:
+        raise RuleBroken(
+            op, name, expected="memory of its own", got=f"an overlap with {other}",
+            mend="Allocate it anew",
+        )  # fmt: skip
+
+
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors reach over a common stretch of memory."""
-    if x.numel() == 0 or y.numel() == 0 or x.device != y.device:
+    known = type(x) in PLAIN and type(y) in PLAIN  # others, fake ones say, may have no memory
+    if not known or x.numel() == 0 or y.numel() == 0 or x.device != y.device:
         return False
 
     def span(t: torch.Tensor) -> tuple[int, int]:
@@ -284,7 +324,7 @@ def register_in_place(
     def kernel(*args: Any) -> None:
         run(*args)
         for at in writes:
-            if not args[at].is_inference():
+            if args[at] is not None and not args[at].is_inference():
                 torch.autograd.graph.increment_version(args[at])
 
     def autograd(*args: Any) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lagraph.ops.argument import boolean
 from lagraph.ops.form import FORMS, Call, forward
 from lagraph.ops.kinds import Impl
 
@@ -112,6 +113,8 @@ def chunk_kda(
     Returns:
         The output [B, T, H, V], and the final states [N, H, V, K] or None.
     """
+    boolean("chunk_kda", "fastmath", fastmath)
+    boolean("chunk_kda", "autotune", autotune)
     return forward(
         Call(
             FORMS["kda"], "chunk_kda", {"q": q, "k": k, "v": v, "gate": gate, "beta": beta},

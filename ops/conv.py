@@ -25,6 +25,7 @@ from lagraph.ops.argument import (
     FLOATS,
     INTS,
     LIB,
+    apart,
     boolean,
     check_offsets,
     check_slots,
@@ -80,7 +81,7 @@ class ShortConvConfig:
             ("threads", self.threads, (32, 64, 128, 256, 512, 1024)),
             ("channels_per_thread", self.channels_per_thread, (1, 2, 4, 8, 16)),
         ):
-            if value not in allowed:
+            if isinstance(value, bool) or value not in allowed:
                 raise InvalidOption(
                     "ShortConvConfig", name, expected=f"one of {', '.join(map(str, allowed))}",
                     got=repr(value), mend="Take one of these",
@@ -455,6 +456,68 @@ def _advance(
         registry.load(REFERENCE + "advance")(x, weight, pool, out, index, cu, has, act)
 
 
+def _check_states(
+    x: Tensor, weight: Tensor, pool: Tensor, out: Tensor, states: Tensor, index: Tensor,
+    cu: Tensor | None, has: Tensor | None, options: str,
+) -> None:  # fmt: skip
+    _check_advance(x, weight, pool, out, index, cu, has, options)
+    op, sizes = options_of(options).op, {"W-1": weight.shape[1] - 1}
+    sizes |= {"B": x.shape[0], "T": x.shape[1], "C": x.shape[2]}
+    need(op, "states", states, "B T W-1 C", sizes, (x.dtype,), x.device)
+    if not states.is_contiguous():
+        raise RuleBroken(
+            op, "states", expected="a contiguous buffer", got=f"strides {list(states.stride())}",
+            mend="Allocate it as torch.empty(B, T, W - 1, C)",
+        )  # fmt: skip
+
+
+def _states(
+    x: Tensor, weight: Tensor, pool: Tensor, out: Tensor, states: Tensor, index: Tensor,
+    cu: Tensor | None, has: Tensor | None, options: str,
+) -> None:  # fmt: skip
+    """Convolve from a pool that is only read, and write the history after every token.
+
+    Histories are gathered and cut from the rows by plain operations: they are small.
+    """
+    call = options_of(options)
+    _check_states(x, weight, pool, out, states, index, cu, has, options)
+    for name, other in (("x", x), ("state_cache", pool)):
+        apart(call.op, "states", states, name, other)
+    if cu is not None:
+        check_offsets(call.op, cu, x.shape[1])
+    check_slots(call.op, index, pool.shape[0])
+    if out.numel() == 0 or index.shape[0] == 0:
+        return
+    live = (index > 0) & (index < pool.shape[0])
+    known = live if has is None else live & has
+    if pool.shape[0]:
+        history = pool[torch.where(known, index, 0).long()]
+        history = torch.where(known[:, None, None], history, 0)
+    else:
+        history = x.new_zeros((index.shape[0], *pool.shape[1:]))
+    fused = wants_kernels(call.op, call.impl, x)
+    act = _activation(call.op, call.act, fused)
+    if fused:
+        run = registry.load(KERNELS + "forward")
+        y = run(x, weight, cu, history, None, act, call.forward)
+    else:
+        y, _ = registry.load(REFERENCE + "forward")(x, weight, cu, history, act)
+
+    # Input p of a sequence is a row of x, or before its first one of its history.
+    B, T, past = x.shape[0], x.shape[1], history.shape[1]
+    ends = torch.arange(B + 1, device=x.device) * T if cu is None else cu.long().clamp(0, T)
+    row = torch.arange(B * T, device=x.device)
+    seq = torch.searchsorted(ends[1:].contiguous(), row, right=True).clamp(max=len(index) - 1)
+    good = live[seq] & (row < ends[-1])
+    at = row[:, None] + torch.arange(1 - past, 1, device=x.device)
+    before = at - ends[:-1][seq][:, None]
+    old = history[seq[:, None], (before + past).clamp(0, past - 1)]
+    rows = torch.where((before < 0)[..., None], old, x.flatten(0, 1)[at.clamp(min=0)])
+    flat = states.view(B * T, past, -1)
+    flat.copy_(torch.where(good[:, None, None], rows, flat))
+    out.copy_(torch.where(live[seq].view(B, T, 1), y, 0))
+
+
 _advance_op = register_in_place(
     "causal_conv1d_advance",
     "Tensor x, Tensor weight, Tensor(a!) state, Tensor(b!) out, Tensor? state_indices, "
@@ -462,6 +525,14 @@ _advance_op = register_in_place(
     _advance,
     _check_advance,
     writes=(2, 3),
+)
+_states_op = register_in_place(
+    "causal_conv1d_states",
+    "Tensor x, Tensor weight, Tensor state, Tensor(a!) out, Tensor(b!) states, "
+    "Tensor state_indices, Tensor? cu_seqlens, Tensor? has_initial_state, str options",
+    _states,
+    _check_states,
+    writes=(3, 4),
 )
 
 
@@ -566,6 +637,7 @@ def paged_causal_conv1d(
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    states: Tensor | None = None,
     impl: Impl | str = "auto",
 ) -> Tensor:
     """Convolution of several tokens a sequence that advances a pool of histories in place.
@@ -583,6 +655,9 @@ def paged_causal_conv1d(
         cu_seqlens: As in `causal_conv1d`.
         has_initial_state: [N] bool. False reads zeros in place of the slot and overwrites it, even
             for an empty sequence; one that resumes keeps its slot.
+        states: Contiguous [B, T, W - 1, C] of x's dtype, to write the history after every token
+            to, for tokens that may turn out wrong. The pool is only read then, see `accept_states`;
+            rows of padding and past the end of cu_seqlens are not written.
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference".
 
     Returns:
@@ -596,10 +671,13 @@ def paged_causal_conv1d(
         ("op", op), ("impl", serve(op, impl)), ("act", _named(op, activation)),
         ("pool", "state_cache"), ("forward", None),
     )  # fmt: skip
-    names = "x weight state_cache state_indices cu_seqlens has_initial_state"
+    names = "x weight state_cache state_indices cu_seqlens has_initial_state states"
     optional = (cu_seqlens, has_initial_state)
-    only_tensors(op, names, (x, weight, state_cache, state_indices, *optional), 4)
+    only_tensors(op, names, (x, weight, state_cache, state_indices, *optional, states), 4)
     out = x.new_empty(x.shape)
+    if states is not None:
+        _states_op(x, weight, state_cache, out, states, state_indices, *optional, options)
+        return out
     _advance_op(x, weight, state_cache, out, state_indices, *optional, options)
     return out
 

@@ -1,9 +1,14 @@
-"""One-token decoding over a paged pool of states, with everything around the recurrence fused in.
+"""Decoding over a paged pool of states, with everything around the recurrence fused in.
 
 Each function takes the packed rows that leave the short convolution and raw projections, and does
 what a layer does with them: it slices q, k and v, normalizes q and k, maps the raw gate to a decay
 and the raw strength to (0, 1), advances the selected slots in place, and returns the output
 [1, B, H, V]. One sequence is one row; B rows are one kernel launch on CUDA.
+
+Several tokens of every sequence, as speculative decoding verifies them, are rows [B, T, width]
+beside projections [B, T, ...], and give [B, T, H, V], in one launch, too. With `states`
+[B, T, H, V, K] the state after every token is written there, and the pool is only read:
+`accept_states` puts into it the state after the last token that was accepted.
 
     state_cache [num_slots, H, V, K], fp32, bf16 or fp16 (reference: fp64, too); the update runs in
     fp32 and is rounded when it is stored. Slots may lie apart; each [H, V, K] is dense.
@@ -28,6 +33,7 @@ from lagraph.errors import InvalidOption, RuleBroken, ShapeMismatch
 from lagraph.ops.argument import (
     FLOATS,
     INTS,
+    apart,
     boolean,
     check_slots,
     need,
@@ -35,7 +41,6 @@ from lagraph.ops.argument import (
     only_tensors,
     options_of,
     options_text,
-    overlap,
     register_in_place,
     serve,
     wants_kernels,
@@ -55,10 +60,11 @@ __all__ = [
 ]
 
 KERNEL = "lagraph.engines.triton.recurrent:decode"
+SCAN = "lagraph.engines.triton.recurrent:recurrent_scan"
 REFERENCE = "lagraph.engines.eager.decode:decode"
 ARGS = (
     "packed", "gate", "beta", "w", "A", "A_log", "dt_bias", "D", "z", "state_cache",
-    "state_indices", "has_initial_state", "out",
+    "state_indices", "has_initial_state", "out", "states",
 )  # fmt: skip
 # What the functions call the operator's first arguments.
 DELTA_NAMES = {"packed": "packed_qkv", "gate": "raw_gate", "beta": "raw_beta"}
@@ -77,7 +83,9 @@ def _check(*args: Any) -> int:
     delta = family != "mamba2"
     pool, packed = x["state_cache"], x["packed"]
     sizes: dict[str, Any] = {}
-    need(op, name["packed"], packed, "B width", sizes, FLOATS)
+    several = packed.dim() == 3
+    lead = "B T" if several else "1 B"
+    need(op, name["packed"], packed, "B T width" if several else "B width", sizes, FLOATS)
     device, io = packed.device, packed.dtype
     states = FLOATS if io == torch.float64 else FLOATS[:3]
     need(op, "state_cache", pool, "num_slots H V K", sizes, states, device)
@@ -92,7 +100,7 @@ def _check(*args: Any) -> int:
             op, "state_cache", expected="dense slots [H, V, K]; only slots may lie apart",
             got=f"strides {list(pool.stride())}", mend="Lay the pool out as [num_slots, H, V, K]",
         )  # fmt: skip
-    if packed.stride(1) != 1:
+    if packed.stride(-1) != 1 and packed.shape[-1] != 1:
         raise RuleBroken(
             op, name["packed"], expected="contiguous rows", got=f"strides {list(packed.stride())}",
             mend=f"Call {name['packed']}.contiguous() first",
@@ -106,15 +114,15 @@ def _check(*args: Any) -> int:
         form = "H*V + 2*G*K" if not delta else f"HK*K + {n}*HK*K + {n}*H*V"
         raise ShapeMismatch(
             op, name["packed"],
-            expected=f"[B, {form}] with H = {H}, V = {V}, K = {K}, and "
+            expected=f"[B, {'T, ' if several else ''}{form}] with H = {H}, V = {V}, K = {K}, and "
             f"{'HK' if delta else 'G'} a divisor of H", got=f"width {width}",
             mend="Concatenate the sections of all heads one after the other",
         )  # fmt: skip
     key = family in ("kda", "gdn2")
-    beta = {"gdn2": "1 B H K", "gdp": f"1 B {n} H"}.get(family, "1 B H")
+    beta = {"gdn2": f"{lead} H K", "gdp": f"{lead} {n} H"}.get(family, f"{lead} H")
     for argument, shape in (
-        ("gate", "1 B H K" if key else "1 B H"), ("beta", beta), ("w", "1 B H V"), ("A", "H"),
-        ("A_log", "H"), ("dt_bias", "H K" if key else "H"), ("z", "1 B H V"),
+        ("gate", f"{lead} H K" if key else f"{lead} H"), ("beta", beta), ("w", f"{lead} H V"),
+        ("A", "H"), ("A_log", "H"), ("dt_bias", "H K" if key else "H"), ("z", f"{lead} H V"),
     ):  # fmt: skip
         need(op, name[argument], x[argument], shape, sizes, FLOATS, device)
         last = x[argument]
@@ -128,13 +136,28 @@ def _check(*args: Any) -> int:
         need(op, "D", x["D"], "H" if x["D"].dim() == 1 else "H V", sizes, FLOATS, device)
     need(op, "state_indices", x["state_indices"], "B", sizes, INTS, device)
     need(op, "has_initial_state", x["has_initial_state"], "B", sizes, (torch.bool,), device)
-    need(op, "out", x["out"], "1 B H V", sizes, (io,), device)
-    if not x["out"].is_contiguous():
+    need(op, "out", x["out"], f"{lead} H V", sizes, (io,), device)
+    if x["states"] is not None and not several:
         raise RuleBroken(
-            op, "out", expected="a contiguous buffer", got=f"strides {list(x['out'].stride())}",
-            mend="Allocate it as torch.empty(1, B, H, V)",
+            op, "states", expected=f"{name['packed']} [B, T, width] beside it",
+            got=f"shape {list(packed.shape)}", mend="Give rows and projections their token axis",
         )  # fmt: skip
+    need(op, "states", x["states"], "B T H V K", sizes, states, device)
+    for argument, shape in (("out", f"{lead} H V"), ("states", "B T H V K")):
+        buffer = x[argument]
+        if buffer is not None and not buffer.is_contiguous():
+            raise RuleBroken(
+                op, argument, expected="a contiguous buffer",
+                got=f"strides {list(buffer.stride())}",
+                mend=f"Allocate it as torch.empty({', '.join(shape.split())})",
+            )  # fmt: skip
     return int(heads)
+
+
+def _place(x: Tensor) -> Any:
+    """A GPU's number, or another device."""
+    number = x.get_device()
+    return number if number >= 0 else x.device
 
 
 def _fake(*args: Any) -> None:
@@ -147,7 +170,7 @@ def _run(*args: Any) -> None:
     # A call like an earlier one needs no second look.
     key = (
         args[-1],
-        *(None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors),
+        *(None if x is None else (x.shape, x.stride(), x.dtype, _place(x)) for x in tensors),
     )
     if key not in _SEEN:
         _check(*args)
@@ -158,10 +181,10 @@ def _run(*args: Any) -> None:
     pool = x["state_cache"]
     H, V, K = pool.shape[1:]
     per = 2 * K if call.family == "mamba2" else (1 + call.n) * K
-    heads = (x["packed"].shape[1] - call.n * H * V) // per
+    heads = (x["packed"].shape[-1] - call.n * H * V) // per
     check_slots(call.op, x["state_indices"], pool.shape[0])
     if not wants_kernels(call.op, call.impl, x["packed"]):
-        registry.load(REFERENCE)(x, call, heads)
+        registry.load(REFERENCE)(x, call, *_sections(x["packed"], call, heads, H, V, K))
         return
     for argument in ("A", "A_log", "dt_bias"):
         if x[argument] is not None and not x[argument].is_contiguous():
@@ -169,6 +192,9 @@ def _run(*args: Any) -> None:
     scale = call.scale
     if scale is None:
         scale = 1.0 if call.family == "mamba2" else K**-0.5
+    if x["packed"].dim() == 3:
+        _several(x, call, heads, scale)
+        return
     registry.load(KERNEL)(
         registry.family(call.family).traits, x["packed"], x["gate"], x["beta"], pool,
         x["state_indices"], x["out"], w=x["w"], a=x["A"], d=x["D"], z=x["z"], a_log=x["A_log"],
@@ -179,14 +205,44 @@ def _run(*args: Any) -> None:
     )  # fmt: skip
 
 
+def _sections(
+    packed: Tensor, call: Any, heads: int, H: int, V: int, K: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [..., heads, K], keys [..., n, heads, K] and values [..., n, H, V], views of the rows."""
+    n = call.n
+    if call.family == "mamba2":
+        v, k, q = packed.split([H * V, heads * K, heads * K], dim=-1)
+    else:
+        q, k, v = packed.split([heads * K, n * heads * K, n * H * V], dim=-1)
+    keys = k.unflatten(-1, (n, heads, K))
+    return q.unflatten(-1, (heads, K)), keys, v.unflatten(-1, (n, H, V))
+
+
+def _several(x: dict[str, Any], call: Any, heads: int, scale: float) -> None:
+    """Several tokens of every sequence, by the scan over tokens."""
+    pool, traits = x["state_cache"], registry.family(call.family).traits
+    q, k, v = _sections(x["packed"], call, heads, *pool.shape[1:])
+    if call.family != "gdp":  # one update a token has no axis of its own
+        k, v = k[:, :, 0], v[:, :, 0]
+    registry.load(SCAN)(
+        traits, q, k, v, x["gate"], x["beta"], w=x["w"], a=x["A"], d=x["D"], z=x["z"],
+        a_log=x["A_log"], dt_bias=x["dt_bias"], initial_state=pool,
+        state_indices=x["state_indices"], has_initial_state=x["has_initial_state"],
+        final_state=pool if x["states"] is None else None, states=x["states"], out=x["out"],
+        scale=scale, gate=call.gate, lower=call.lower, norm=traits.delta, sigmoid=traits.delta,
+        double=call.double, guard=call.guard, dt_softplus=call.dt_softplus, dt_min=call.dt_min,
+        dt_max=call.dt_max,
+    )  # fmt: skip
+
+
 _decode = register_in_place(
     "recurrent_decode",
     "Tensor packed, Tensor gate, Tensor? beta, Tensor? w, Tensor? A, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? D, Tensor? z, Tensor(a!) state_cache, Tensor state_indices, "
-    "Tensor? has_initial_state, Tensor(b!) out, str options",
+    "Tensor? has_initial_state, Tensor(b!) out, Tensor(c!)? states, str options",
     _run,
     _fake,
-    writes=(9, 12),
+    writes=(9, 12, 13),
 )
 
 
@@ -212,6 +268,10 @@ def _options(
             op, "lower_bound", expected="a number <= 0", got=repr(lower), mend="Flip its sign"
         )
     low, high = number(op, "dt_min", dt_min), number(op, "dt_max", dt_max, none=True)
+    if low is not None and low < 0:
+        raise InvalidOption(
+            op, "dt_min", expected="a finite number >= 0", got=repr(low), mend="Leave it 0"
+        )
     if high is not None and low is not None and high < low:
         raise InvalidOption(
             op, "dt_max", expected=f"at least dt_min = {low}", got=repr(high), mend="Swap the two"
@@ -229,26 +289,27 @@ def _options(
 def _call(
     op: str, family: str, names: str, required: int, packed: Any, gate: Any, beta: Any, w: Any,
     A: Any, A_log: Any, dt_bias: Any, D: Any, z: Any, pool: Any, index: Any, has: Any, out: Any,
-    options: str,
+    states: Any, options: str,
 ) -> Tensor:  # fmt: skip
     """Allocate the output unless it is given, and run."""
-    given = [packed, gate, beta, w, A, A_log, dt_bias, D, z, pool, index, has, out]
+    given = [packed, gate, beta, w, A, A_log, dt_bias, D, z, pool, index, has, out, states]
     shown = NAMES.get(family, DELTA_NAMES)
     by_name = {shown.get(key, key): x for key, x in zip(ARGS, given)}
     named = [by_name[name] for name in names.split()]
     only_tensors(op, names, named, required)
+    buffers = {"out": out, "states": states}
     if out is None:
         if pool.dim() != 4:
             need(op, "state_cache", pool, "num_slots H V K", {}, FLOATS)
-        out = packed.new_empty((1, packed.shape[0], pool.shape[1], pool.shape[2]))
-    elif not torch.compiler.is_compiling():
-        for name, x in zip(names.split(), named):
-            if x is not None and x is not out and overlap(out, x):
-                raise RuleBroken(
-                    op, "out", expected="memory of its own", got=f"an overlap with {name}",
-                    mend="Allocate it as torch.empty(1, B, H, V)",
-                )  # fmt: skip
-    _decode(packed, gate, beta, w, A, A_log, dt_bias, D, z, pool, index, has, out, options)
+        lead = packed.shape[:2] if packed.dim() == 3 else (1, packed.shape[0])
+        out = packed.new_empty((*lead, pool.shape[1], pool.shape[2]))
+    if not torch.compiler.is_compiling():
+        for buffer, y in buffers.items():
+            for name, x in zip(names.split(), named) if y is not None else ():
+                if x is not None and x is not y:
+                    apart(op, buffer, y, name, x)
+    given[12] = out
+    _decode(*given, options)
     return out
 
 
@@ -264,6 +325,7 @@ def recurrent_gdn_decode(
     has_initial_state: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
+    states: Tensor | None = None,
     allow_neg_eigval: bool = False,
     impl: Impl | str = "auto",
 ) -> Tensor:
@@ -271,14 +333,17 @@ def recurrent_gdn_decode(
 
     Args:
         packed_qkv: [B, HK*K + HK*K + H*V], the sections [Q | K | V], head rows contiguous; HK
-            divides H. fp16, bf16 or fp32 (reference: fp64, too).
-        raw_gate, raw_beta: [1, B, H], any float dtype.
+            divides H. fp16, bf16 or fp32 (reference: fp64, too). Several tokens: [B, T, ...].
+        raw_gate, raw_beta: [1, B, H], any float dtype. Several tokens, of this and every other
+            [1, B, ...]: [B, T, ...].
         A_log, dt_bias: [H].
         state_cache: Pool [num_slots, H, V, K], K at most 256, advanced in place.
         state_indices: [B] slots; not positive means padding.
         has_initial_state: [B] bool; False starts from zero.
         scale: Query scale; None means K ** -0.5.
         out: Contiguous [1, B, H, V] to write to, of packed_qkv's dtype; overlaps no input.
+        states: Of several tokens: contiguous [B, T, H, V, K], fp32, bf16 or fp16, to write the
+            state after every token to. The pool is only read then; rows of padding are not written.
         allow_neg_eigval: beta = 2 sigmoid(raw_beta).
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference".
 
@@ -292,10 +357,10 @@ def recurrent_gdn_decode(
     op = "recurrent_gdn_decode"
     options = _options(op, "gdn", impl, scale=scale, double=allow_neg_eigval)
     names = "packed_qkv raw_gate raw_beta A_log dt_bias state_cache state_indices " \
-        "has_initial_state out"  # fmt: skip
+        "has_initial_state out states"  # fmt: skip
     return _call(
         op, "gdn", names, 7, packed_qkv, raw_gate, raw_beta, None, None, A_log, dt_bias, None, None,
-        state_cache, state_indices, has_initial_state, out, options,
+        state_cache, state_indices, has_initial_state, out, states, options,
     )  # fmt: skip
 
 
@@ -313,6 +378,7 @@ def recurrent_kda_decode(
     lower_bound: float = -5.0,
     scale: float | None = None,
     out: Tensor | None = None,
+    states: Tensor | None = None,
     allow_neg_eigval: bool = False,
     impl: Impl | str = "auto",
 ) -> Tensor:
@@ -328,7 +394,7 @@ def recurrent_kda_decode(
         gate_transform: "bounded", g = lower_bound sigmoid(exp(A_log) (raw_gate + dt_bias)), or
             "softplus", g = -exp(A_log) softplus(raw_gate + dt_bias).
         lower_bound: Finite, not positive; used by "bounded" alone.
-        scale, out, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
+        scale, out, states, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
 
     Returns:
         The output [1, B, H, V]; `out` itself where given.
@@ -342,10 +408,10 @@ def recurrent_kda_decode(
         double=allow_neg_eigval,
     )  # fmt: skip
     names = "packed_qkv raw_gate raw_beta A_log dt_bias state_cache state_indices " \
-        "has_initial_state out"  # fmt: skip
+        "has_initial_state out states"  # fmt: skip
     return _call(
         op, "kda", names, 7, packed_qkv, raw_gate, raw_beta, None, None, A_log, dt_bias, None, None,
-        state_cache, state_indices, has_initial_state, out, options,
+        state_cache, state_indices, has_initial_state, out, states, options,
     )  # fmt: skip
 
 
@@ -364,6 +430,7 @@ def recurrent_gdn2_decode(
     lower_bound: float = -5.0,
     scale: float | None = None,
     out: Tensor | None = None,
+    states: Tensor | None = None,
     allow_neg_eigval: bool = False,
     beta_guard: bool = False,
     impl: Impl | str = "auto",
@@ -376,7 +443,7 @@ def recurrent_gdn2_decode(
         w: Write strength [1, B, H, V], used as it is.
         state_cache, state_indices, has_initial_state: See `recurrent_gdn_decode`.
         gate_transform, lower_bound: See `recurrent_kda_decode`.
-        scale, out, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
+        scale, out, states, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
         beta_guard: Pull rows of erase strengths that would expand the state to their mean.
 
     Returns:
@@ -391,10 +458,10 @@ def recurrent_gdn2_decode(
         double=allow_neg_eigval, guard=beta_guard,
     )  # fmt: skip
     names = "packed_qkv raw_gate raw_beta w A_log dt_bias state_cache state_indices " \
-        "has_initial_state out"  # fmt: skip
+        "has_initial_state out states"  # fmt: skip
     return _call(
         op, "gdn2", names, 8, packed_qkv, raw_gate, raw_beta, w, None, A_log, dt_bias, None,
-        None, state_cache, state_indices, has_initial_state, out, options,
+        None, state_cache, state_indices, has_initial_state, out, states, options,
     )  # fmt: skip
 
 
@@ -410,6 +477,7 @@ def recurrent_gdp_decode(
     has_initial_state: Tensor | None = None,
     scale: float | None = None,
     out: Tensor | None = None,
+    states: Tensor | None = None,
     allow_neg_eigval: bool = False,
     impl: Impl | str = "auto",
 ) -> Tensor:
@@ -420,7 +488,7 @@ def recurrent_gdp_decode(
             values likewise.
         raw_beta: [1, B, n, H]; it gives n.
         raw_gate, A_log, dt_bias, state_cache, state_indices, has_initial_state, scale, out,
-            allow_neg_eigval, impl: See `recurrent_gdn_decode`.
+            states, allow_neg_eigval, impl: See `recurrent_gdn_decode`.
 
     Returns:
         The output [1, B, H, V]; `out` itself where given.
@@ -439,10 +507,10 @@ def recurrent_gdp_decode(
         n = index(raw_beta.shape[2])
     options = _options(op, "gdp", impl, n=n, scale=scale, double=allow_neg_eigval)
     names = "packed_qkv raw_gate raw_beta A_log dt_bias state_cache state_indices " \
-        "has_initial_state out"  # fmt: skip
+        "has_initial_state out states"  # fmt: skip
     return _call(
         op, "gdp", names, 7, packed_qkv, raw_gate, raw_beta, None, None, A_log, dt_bias, None, None,
-        state_cache, state_indices, has_initial_state, out, options,
+        state_cache, state_indices, has_initial_state, out, states, options,
     )  # fmt: skip
 
 
@@ -461,6 +529,7 @@ def recurrent_mamba2_decode(
     dt_min: float = 0.0,
     dt_max: float | None = None,
     out: Tensor | None = None,
+    states: Tensor | None = None,
     impl: Impl | str = "auto",
 ) -> Tensor:
     """One token of Mamba-2: S = exp(A dt') S + dt' x B^T, y = S C + D x, y *= z sigmoid(z).
@@ -470,7 +539,7 @@ def recurrent_mamba2_decode(
         dt: Raw steps [1, B, H]; dt' = clamp(softplus(dt + dt_bias), dt_min, dt_max).
         A: [H], negative. dt_bias: [H] or None.
         state_cache: Pool [num_slots, H, P, N].
-        state_indices, has_initial_state, out, impl: See `recurrent_gdn_decode`.
+        state_indices, has_initial_state, out, states, impl: See `recurrent_gdn_decode`.
         D: Skip from x, [H] or [H, P]. z: Output gate [1, B, H, P].
         dt_softplus, dt_min, dt_max: The step's map; dt_max None means unbounded.
 
@@ -484,8 +553,8 @@ def recurrent_mamba2_decode(
     options = _options(
         op, "mamba2", impl, dt_softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max
     )  # fmt: skip
-    names = "packed_xbc dt A state_cache state_indices dt_bias D z has_initial_state out"
+    names = "packed_xbc dt A state_cache state_indices dt_bias D z has_initial_state out states"
     return _call(
         op, "mamba2", names, 5, packed_xbc, dt, None, None, A, None, dt_bias, D, z, state_cache,
-        state_indices, has_initial_state, out, options,
+        state_indices, has_initial_state, out, states, options,
     )  # fmt: skip

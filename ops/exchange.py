@@ -5,15 +5,20 @@
 roundings:
 
 all_gather   one padded all-gather of every rank's slots, then each rank folds its chains. A rank
-             receives (world - 1) slots summaries.
+             receives (world - 1) slots summaries. Where no chain has more than one link, biases
+             are all that is folded, and all that is sent.
 doubling     a scan over fragments in token order: in step s a fragment passes the map of the last
              2^s fragments to the one 2^s further. ceil(log2(chain + 1)) steps, in each of which a
              rank receives at most `slots` summaries. Its messages are those of one layout.
+
+`start_folds` begins the exchange and returns at once: what is computed before `Exchange.folds`
+overlaps the all-gather, or the first round of doubling.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,11 +28,14 @@ from lagraph.errors import InvalidOption, RuleBroken
 from lagraph.ops.algebra import compose_summaries, merge_state, neutral_summary, split
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch import Tensor
 
     from lagraph.ops.layout import ContextParallelRouting
 
 __all__ = [
+    "Exchange",
     "choose_exchange",
     "compose_conv_histories",
     "compose_entry_states",
@@ -36,6 +44,8 @@ __all__ = [
     "exchange_folds",
     "fold_slots",
     "gather_slots",
+    "received_bytes",
+    "start_folds",
 ]
 
 # Doubling is taken where it has a rank receive less than this part of what all-gather would. Its
@@ -81,10 +91,111 @@ def exchange_folds(
 
     rows: this rank's slots [slots, H, V + K, K] ([slots, H, V + 1, K] for Mamba-2).
     """
+    begun = start_folds(
+        rows, routing, group, log2_decay=log2_decay, reverse=reverse, exchange=exchange
+    )
+    return begun.folds()
+
+
+def start_folds(
+    rows: Tensor,
+    routing: ContextParallelRouting,
+    group: dist.ProcessGroup,
+    *,
+    log2_decay: bool = False,
+    reverse: bool = False,
+    exchange: str = "auto",
+) -> Exchange:
+    """Begin what `exchange_folds` does. Every rank has to, and to call `wait` or `folds` after."""
     if choose_exchange(routing, exchange) == "doubling":
-        return _doubling(rows, routing, group, log2_decay, reverse)
+        return Exchange(_doubling(rows, routing, group, log2_decay, reverse))
+    return Exchange(_gathering(rows, routing, group, log2_decay, reverse))
+
+
+class Exchange:
+    """An exchange under way: steps that end in waits, and the folds at last."""
+
+    def __init__(self, steps: Generator[None, None, Tensor]) -> None:
+        self._steps = steps
+        self._folds: Tensor | None = None
+        self._advance()
+
+    def _advance(self) -> bool:
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._folds = end.value
+        return self._folds is None
+
+    def folds(self) -> Tensor:
+        """[slots, H, V, K]: this rank's fragments' chains, folded from zero."""
+        while self._folds is None:
+            self._advance()
+        return self._folds
+
+    # Other ranks need all rounds of this one, and its buffers have to outlive them.
+    wait = folds
+
+
+def received_bytes(
+    routing: ContextParallelRouting,
+    heads: int,
+    value_dim: int,
+    key_dim: int,
+    *,
+    log2_decay: bool = False,
+    exchange: str = "auto",
+    itemsize: int = 4,
+    reverse: bool = False,
+) -> int:
+    """Bytes that this rank receives in one direction of a step."""
+    if not routing.exchanges or routing.world == 1:
+        return 0
+    rows = value_dim + (1 if log2_decay else key_dim)
+    if choose_exchange(routing, exchange) == "all_gather":
+        sent = value_dim if _biases(routing) else rows
+        return (routing.world - 1) * routing.slots * sent * heads * key_dim * itemsize
+    order = routing.order[::-1] if reverse else routing.order
+    received, step = 0, 1
+    while step <= routing.chain:
+        came = sum(to[0] == routing.cp_rank != by[0] for by, to in zip(order, order[step:]))
+        received += came * (value_dim if 2 * step > routing.chain else rows)
+        step *= 2
+    return received * heads * key_dim * itemsize
+
+
+def _biases(routing: ContextParallelRouting) -> bool:
+    """Whether no fold applies a transition: one predecessor at most, and its state is known."""
+    return not routing.capped and routing.chain <= 1
+
+
+def _gathering(
+    rows: Tensor,
+    routing: ContextParallelRouting,
+    group: dist.ProcessGroup,
+    log2_decay: bool,
+    reverse: bool,
+) -> Generator[None, None, Tensor]:
+    """The all-gather; one rank alone has nothing to wait for."""
     sources = routing.successors if reverse else routing.predecessors
-    gathered = gather_slots(rows, group)
+    values = rows.shape[-2] - (1 if log2_decay else rows.shape[-1])
+    if _biases(routing):
+        rows = rows[..., :values, :]
+    if routing.world == 1:
+        gathered = rows[None]
+    else:
+        sent = rows.contiguous()
+        gathered = sent.new_empty(routing.world * len(sent), *sent.shape[1:])
+        work = _all_gather(gathered, sent, group=group, async_op=True)
+        yield
+        work.wait()
+        gathered = gathered.unflatten(0, (routing.world, len(sent)))
+    if _biases(routing):
+        table = gathered.flatten(0, 1)
+        table = torch.cat([table, torch.zeros_like(table[:1])])
+        if not routing.chain:
+            return table.new_zeros(len(sources), *table.shape[1:])
+        return table.index_select(0, sources[:, 0])
     return fold_slots(gathered, sources[:, : routing.chain], log2_decay=log2_decay)
 
 
@@ -150,7 +261,7 @@ def _doubling(
     group: dist.ProcessGroup,
     log2_decay: bool,
     reverse: bool,
-) -> Tensor:
+) -> Generator[None, None, Tensor]:
     """The scan. A fragment that lets nothing through is a map whose transition is zero."""
     resets = routing.reverse_resets if reverse else routing.forward_resets
     values = rows.shape[-2] - (1 if log2_decay else rows.shape[-1])
@@ -158,37 +269,59 @@ def _doubling(
     closed = float("-inf") if log2_decay else 0.0
     transition = transition.masked_fill(resets.view(-1, 1, 1, 1), closed)
     windows = list(torch.cat([bias, transition], -2).unbind(0))
-    # What lies before a fragment, as far as its window reaches.
-    before: list[Tensor] = [
-        neutral_summary(rows.shape[1], values, rows.shape[-1], device=rows.device,
-                        dtype=rows.dtype, log2_decay=log2_decay)
-    ] * len(windows)  # fmt: skip
+    # What lies before a fragment, as far as its window reaches; None where nothing has come yet.
+    before: list[Tensor | None] = [None] * len(windows)
     order = routing.order[::-1] if reverse else routing.order
     me = routing.cp_rank
+    _meet(group, rows)
     step = 1
     while step <= routing.chain:
+        # Of what comes last, no transition is applied to anything.
+        last = 2 * step > routing.chain
+        outgoing = [x[..., :values, :] if last else x for x in windows]
         arrived: dict[int, Tensor] = {}
         messages: list[Any] = []
         for source in range(len(order) - step):
             (sender, slot), (receiver, target) = order[source], order[source + step]
             if sender == receiver == me:
-                arrived[target] = windows[slot]
+                arrived[target] = outgoing[slot]
             elif sender == me:
                 peer = dist.get_global_rank(group, receiver)
                 messages.append(
-                    dist.P2POp(dist.isend, windows[slot].contiguous(), peer, group, tag=source)
+                    dist.P2POp(dist.isend, outgoing[slot].contiguous(), peer, group, tag=source)
                 )
             elif receiver == me:
-                arrived[target] = torch.empty_like(windows[target]).contiguous()
+                arrived[target] = torch.empty_like(outgoing[target]).contiguous()
                 peer = dist.get_global_rank(group, sender)
                 messages.append(dist.P2POp(dist.irecv, arrived[target], peer, group, tag=source))
-        for work in dist.batch_isend_irecv(messages) if messages else ():
+        under_way = dist.batch_isend_irecv(messages) if messages else []
+        yield
+        for work in under_way:
             work.wait()
         for slot, first in arrived.items():
-            before[slot] = compose_summaries(first, before[slot], log2_decay=log2_decay)
-            windows[slot] = compose_summaries(first, windows[slot], log2_decay=log2_decay)
+            later = before[slot]
+            if later is None:
+                before[slot] = first
+            elif last:
+                before[slot] = merge_state(first, later, log2_decay=log2_decay)
+            else:
+                before[slot] = compose_summaries(first, later, log2_decay=log2_decay)
+            if not last:
+                windows[slot] = compose_summaries(first, windows[slot], log2_decay=log2_decay)
         step *= 2
-    return torch.stack(before)[..., :values, :]
+    nothing = rows.new_zeros(rows.shape[1], values, rows.shape[-1])
+    return torch.stack([nothing if x is None else x[..., :values, :] for x in before])
+
+
+_MET: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def _meet(group: dist.ProcessGroup, like: Tensor) -> None:
+    """NCCL connects a group on its first call, which all ranks have to make; in a round of
+    doubling some have nothing to say."""
+    if like.is_cuda and group not in _MET:
+        dist.all_reduce(like.new_zeros(1), group=group)
+        _MET.add(group)
 
 
 # The short convolution ------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from lagraph.errors import (
     RuleBroken,
     ShapeMismatch,
 )
+from lagraph.ops.argument import apart, boolean, check_layout, readable
 from lagraph.ops.dense import offsets, rows
 from lagraph.ops.kinds import Impl, engine_of
 from lagraph.ops.register import register
-from lagraph.ops.scan import DTYPES, KEY_DIM, scan
+from lagraph.ops.scan import DTYPES, KEY_DIM, every_state, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,8 +38,7 @@ __all__ = ["FORMS", "Call", "Form", "forward", "require_inference", "write_rows"
 
 # Tensors per head, among the options of Mamba-2.
 PARAMS = {"A": "H", "D": "H | H V", "dt_bias": "H"}
-# State dtypes that a call widens, for most tokens and for fp64 ones.
-NARROW = (torch.bfloat16, torch.float16), infer.NARROW
+NARROW = (torch.bfloat16, torch.float16)
 CHECKED = 4096  # makes of calls that are known to be good
 
 
@@ -100,6 +100,7 @@ class Call:
     state: initial states, or with slots the pool that they are rows of. fresh: has_initial_state.
     options: what else the operator takes, by its names. final: return the final states.
     scan: the function consumes tokens in order, fused for inference only. paged: it has no impl.
+    states: where to write the state after every token; a pool is only read then.
     """
 
     form: Form
@@ -115,6 +116,7 @@ class Call:
     fresh: torch.Tensor | None = None
     scan: bool = False
     paged: bool = False
+    states: torch.Tensor | None = None
 
     @property
     def state_name(self) -> str:
@@ -127,7 +129,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _run(call)
     try:
         return _run(call)
-    except (AttributeError, IndexError, TypeError, ValueError, NotSupported) as error:
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         explain(call)
         _renamed(call, error)
 
@@ -141,8 +143,8 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     engine = engine_of(
         call.name, call.impl, io, call.kernel_options, form.family != "gdn", not call.paged
     )
-    if call.scan and engine != "eager":
-        return _scan(call, io)
+    if call.states is not None or (call.scan and engine != "eager"):
+        return _scan(call, io, engine != "eager")
     batch, length = io.shape[0], io.shape[1]
     given: dict[str, Any] = {}
     for name, x in tokens.items():
@@ -164,7 +166,7 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
             clear_rows(state, slots, call.fresh)
         # Slot 0 is padding here and a row there: without it, it falls among the negative ones.
         state, slots, final = state[1:], slots.clamp(min=0) - 1, True  # type: ignore[index]
-    elif state is not None and state.dtype in NARROW[io.dtype is torch.float64]:
+    elif state is not None and state.dtype in _narrow(io.dtype):
         state = state.to(torch.float64 if io.dtype is torch.float64 else torch.float32)
     out, last = form.operator(
         **given, cu_seqlens=cu, initial_state=state, output_final_state=final,
@@ -176,10 +178,12 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 _CHECKED: set[Any] = set()
 
 
-def _scan(call: Call, io: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The fused scan, which takes batches as they are and checks nothing itself."""
+def _scan(call: Call, io: torch.Tensor, fused: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scan, which takes batches as they are and checks nothing itself."""
     form = call.form
     mend = f"Take chunk_{form.family} for training, or impl='reference'."
+    if call.states is not None:
+        mend = "Call under torch.no_grad(), or drop states."
     params = {name: x for name, x in call.options.items() if isinstance(x, torch.Tensor)}
     require_inference(call.name, {**call.tokens, **params, call.state_name: call.state}, mend)
     tokens: dict[str, Any] = dict(call.tokens)
@@ -188,25 +192,26 @@ def _scan(call: Call, io: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | No
         for name in form.io:
             tokens[name] = None if tokens[name] is None else tokens[name].to(dtype)
         io = tokens[next(iter(tokens))]
-    _check_scan(call, io)
+    _check_scan(call, io, fused)
     for name in (*form.floats, *form.strengths):
-        if tokens[name].dtype is torch.float64:
+        if tokens[name].dtype is torch.float64 and io.dtype is not torch.float64:
             tokens[name] = tokens[name].float()
     named = {form.ports.get(name, name): x for name, x in tokens.items()}
-    out, last = scan(
-        form.family, named, call.options, call.cu_seqlens, call.state, call.slots, call.fresh
-    )
+    args = (form.family, named, call.options, call.cu_seqlens, call.state, call.slots, call.fresh)
+    out, last = scan(*args) if call.states is None else every_state(*args, call.states, fused)
     return out, last if call.final else None
 
 
-def _check_scan(call: Call, io: torch.Tensor) -> None:
+def _check_scan(call: Call, io: torch.Tensor, fused: bool) -> None:
     """What the operators of other calls check; once for tensors of the same make."""
-    if torch.compiler.is_compiling() or infer.VALIDATE:
+    if torch.compiler.is_compiling() or infer.VALIDATE or not fused:
         explain(call)
     else:
-        tensors = (*call.tokens.values(), call.state, call.cu_seqlens, call.slots, call.fresh)
+        tensors = (
+            *call.tokens.values(), call.state, call.cu_seqlens, call.slots, call.fresh, call.states
+        )  # fmt: skip
         key = (
-            call.name, io.dtype, call.final,
+            call.name, io.dtype, call.final, call.states is None or call.states.is_contiguous(),
             *(None if x is None else (x.shape, x.dtype, x.device) for x in tensors),
             *((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x
               for x in call.options.values()),
@@ -217,7 +222,7 @@ def _check_scan(call: Call, io: torch.Tensor) -> None:
                 _CHECKED.clear()
             _CHECKED.add(key)
     keys = call.tokens["B" if call.form.family == "mamba2" else "k"].shape[-1]  # type: ignore[union-attr]
-    if io.dtype not in DTYPES or keys > KEY_DIM:
+    if fused and (io.dtype not in DTYPES or keys > KEY_DIM):
         raise PlanNotOffered(
             f"the scan takes K up to {KEY_DIM} in bfloat16, float16 or float32, got K={keys} in "
             f"{dtype_name(io.dtype)}."
@@ -246,7 +251,12 @@ def _disagree(call: Call) -> bool:
             return True
     if call.slots is not None:
         return call.final or not (_dense_rows(call.state) and _is_mask(call))
-    return call.fresh is not None
+    return call.paged or call.fresh is not None
+
+
+def _narrow(io: torch.dtype) -> tuple[torch.dtype, ...]:
+    """State dtypes that a call with such tokens widens."""
+    return infer.NARROW if io is torch.float64 else NARROW
 
 
 def _is_mask(call: Call) -> bool:
@@ -259,7 +269,7 @@ def _is_mask(call: Call) -> bool:
 
 def _strength(x: torch.Tensor, io: torch.Tensor) -> torch.Tensor:
     """fp32 unless it has the token dtype already; autocast would give that another."""
-    if x.dtype is torch.float32 or not x.is_floating_point():
+    if x.dtype is torch.float32 or x.dtype not in infer.IO:
         return x
     if x.dtype is io.dtype and not torch._C._is_any_autocast_enabled():
         return x
@@ -318,11 +328,6 @@ def require_inference(name: str, tensors: Mapping[str, torch.Tensor | None], men
             )
 
 
-def _readable(x: torch.Tensor) -> bool:
-    """Whether looking at a tensor's values waits for no device."""
-    return (infer.VALIDATE or not x.is_cuda) and not torch.compiler.is_compiling()
-
-
 # Failed calls ---------------------------------------------------------------------------------
 
 
@@ -351,10 +356,14 @@ def explain(call: Call) -> None:
     tensors: dict[str, Any] = {n: x for n, x in call.tokens.items() if x is not None or n != "z"}
     others = {
         call.state_name: call.state, "cu_seqlens": call.cu_seqlens, "state_indices": call.slots,
-        "has_initial_state": call.fresh,
+        "has_initial_state": call.fresh, "states": call.states,
     }  # fmt: skip
     for argument, x in {**tensors, **others}.items():
-        if isinstance(x, torch.Tensor) or (x is None and argument in others):
+        if isinstance(x, torch.Tensor):
+            check_layout(name, argument, x)
+            continue
+        needed = call.paged and argument in (call.state_name, "state_indices")
+        if x is None and argument in others and not needed:
             continue
         raise DtypeMismatch(
             name, argument, expected="a torch.Tensor", got=type(x).__name__, mend=f"Pass {argument}"
@@ -386,16 +395,38 @@ def explain(call: Call) -> None:
             mend="Give each query head the same number of value heads",
         )  # fmt: skip
     _check_sequences(call, sizes, source, first)
+    if call.states is not None:
+        _check_states(call, sizes, source)
+
+
+def _check_states(call: Call, sizes: dict[str, Any], source: dict[str, str]) -> None:
+    """The buffer of the states after every token."""
+    x: Any = call.states
+    _bind(call, sizes, source, "states", "B T H V K", x)
+    if not x.is_contiguous():
+        raise RuleBroken(
+            call.name, "states", expected="a contiguous buffer", got=f"strides {list(x.stride())}",
+            mend="Allocate it as torch.empty(B, T, H, V, K)",
+        )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return
+    for argument, other in {**call.tokens, call.state_name: call.state}.items():
+        if other is not None:
+            apart(call.name, "states", x, argument, other)
 
 
 def _check_options(call: Call) -> None:
     """Numbers and flags; parameters but for their shapes."""
+    boolean(call.name, "output_final_state", call.final)
     wrong = {
         "scale": (lambda x: x is None or _is_number(x), "a finite number"),
         "num_householder": (lambda x: type(x) is int and x >= 1, "an integer >= 1"),
         "dt_softplus": (lambda x: isinstance(x, bool), "True or False"),
         "dt_min": (lambda x: _is_number(x) and x >= 0, "a finite number >= 0"),
-        "dt_max": (lambda x: x is None or x >= call.options["dt_min"], "a number >= dt_min"),
+        "dt_max": (
+            lambda x: x is None or (_is_number(x, True) and x >= call.options["dt_min"]),
+            "None or a number >= dt_min",
+        ),
     }  # fmt: skip
     for argument, x in call.options.items():
         if argument in wrong and not wrong[argument][0](x):
@@ -406,7 +437,9 @@ def _check_options(call: Call) -> None:
         if argument not in PARAMS or (x is None and argument != "A"):
             continue
         first = next(t for t in call.tokens.values() if t is not None)
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        if isinstance(x, torch.Tensor):
+            check_layout(call.name, argument, x)
+        if not isinstance(x, torch.Tensor) or x.dtype not in infer.IO:
             raise DtypeMismatch(
                 call.name, argument, expected="a floating torch.Tensor",
                 got=dtype_name(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__,
@@ -419,8 +452,10 @@ def _check_options(call: Call) -> None:
             )  # fmt: skip
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) < float("inf")
+def _is_number(x: object, infinite: bool = False) -> bool:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        return False
+    return abs(x) < float("inf") or (infinite and x == x)
 
 
 def _check_dtypes(call: Call, tensors: Mapping[str, Any], first: str) -> None:
@@ -428,8 +463,7 @@ def _check_dtypes(call: Call, tensors: Mapping[str, Any], first: str) -> None:
     cast = torch._C._is_any_autocast_enabled()
     for argument, x in tensors.items():
         shared = argument in call.form.io
-        good = x.is_floating_point() if not shared or cast else x.dtype is io
-        if good and (not shared or x.dtype in infer.IO):
+        if x.dtype in infer.IO and (not shared or cast or x.dtype is io):
             continue
         wanted = "a floating dtype" if not shared or argument == first else dtype_name(io)
         raise DtypeMismatch(
@@ -439,13 +473,14 @@ def _check_dtypes(call: Call, tensors: Mapping[str, Any], first: str) -> None:
             if io in infer.IO else "Take bfloat16, float16, float32 or float64",
         )  # fmt: skip
     wide = torch.float64 if io is torch.float64 else torch.float32
-    allowed = (wide, *NARROW[io is torch.float64])
-    if call.state is not None and call.state.dtype not in allowed:
-        raise DtypeMismatch(
-            name, call.state_name, expected=" or ".join(map(dtype_name, allowed)),
-            got=dtype_name(call.state.dtype), because=f"{first} is {dtype_name(io)}",
-            mend=f"Convert it with {call.state_name}.to(torch.{dtype_name(wide)})",
-        )  # fmt: skip
+    allowed = (wide, *_narrow(io))
+    for argument, x in ((call.state_name, call.state), ("states", call.states)):
+        if x is not None and x.dtype not in allowed:
+            raise DtypeMismatch(
+                name, argument, expected=" or ".join(map(dtype_name, allowed)),
+                got=dtype_name(x.dtype), because=f"{first} is {dtype_name(io)}",
+                mend=f"Convert it with {argument}.to(torch.{dtype_name(wide)})",
+            )  # fmt: skip
     for argument, x in (("cu_seqlens", call.cu_seqlens), ("state_indices", call.slots)):
         if x is not None and x.dtype not in infer.INDEX:
             raise DtypeMismatch(
@@ -499,7 +534,7 @@ def _check_sequences(call: Call, sizes: dict[str, Any], source: dict[str, str], 
                 mend="Give the first token of every sequence, then the end",
             )  # fmt: skip
         sizes["N"], source["N"] = cu.shape[0] - 1, "cu_seqlens"
-        if _readable(cu):
+        if readable(cu):
             infer.check_offsets(cu.tolist(), sizes["T"], name)
     if call.state is not None:
         lead = "N" if call.slots is None else "num_slots"
@@ -529,7 +564,7 @@ def _check_sequences(call: Call, sizes: dict[str, Any], source: dict[str, str], 
     _bind(call, sizes, source, "state_indices", "N", call.slots)
     if call.fresh is not None:
         _bind(call, sizes, source, "has_initial_state", "N", call.fresh)
-    if _readable(call.slots):
+    if readable(call.slots):
         used = [slot for slot in call.slots.tolist() if slot > 0]
         if len(set(used)) != len(used) or any(slot >= call.state.shape[0] for slot in used):
             raise RuleBroken(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagraph.errors import DtypeMismatch, RuleBroken
+from lagraph.ops.argument import check_layout
 from lagraph.ops.mode import PLAIN, busy
 from lagraph.plan import Request, compiled_source, request
 
@@ -37,6 +38,14 @@ def refuse_types(node: Node, names: Sequence[str], values: Sequence[Any]) -> Non
             node.op, name, expected="a torch.Tensor", got=type(value).__name__,
             mend=f"Convert it with torch.as_tensor({name})",
         )  # fmt: skip
+
+
+def refuse_layouts(node: Node, names: Sequence[str], values: Sequence[Any]) -> None:
+    """Of a call that failed, say which tensor has no strides; what is known to be good costs
+    nothing this way."""
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            check_layout(node.op, name, value)
 
 
 def static(value: Any) -> Any:
@@ -118,6 +127,7 @@ def public(operator: Operator, in_place: Operator) -> Callable[..., Any]:
         "is_compiling": torch.compiler.is_compiling,
         "node": node,
         "op": operator.op,
+        "refuse_layouts": refuse_layouts,
         "refuse_types": refuse_types,
         "request_of": request_of,
         "run": operator.runner.__call__,
@@ -153,11 +163,21 @@ def public(operator: Operator, in_place: Operator) -> Callable[..., Any]:
         "        except TypeError:",  # an option that no cache can hold: validation says which
         f"            text({chosen})",
         "            raise",
-        *_indent(direct, 8),
+        "        try:",
+        *_indent(direct, 12),
+        "        except RuntimeError:",
+        f"            refuse_layouts(node, {tensors!r}, ({', '.join(tensors)},))",
+        "            raise",
         f"    if not ({' and '.join(checks)}):",
         f"        refuse_types(node, {tensors!r}, ({', '.join(tensors)},))",
         f"    call = text({chosen})",
-        *_indent(crossing, 4),
+        "    if is_compiling():",
+        *_indent(crossing, 8),
+        "    try:",
+        *_indent(crossing, 8),
+        "    except RuntimeError:",
+        f"        refuse_layouts(node, {tensors!r}, ({', '.join(tensors)},))",
+        "        raise",
     ]
     source = "\n".join(lines) + "\n"
     function = compiled_source(source, f"<lagraph {node.op}>", scope)[node.op]

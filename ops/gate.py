@@ -28,6 +28,7 @@ from lagraph.errors import (
     RuleBroken,
     ShapeMismatch,
 )
+from lagraph.ops.argument import boolean, check_layout
 from lagraph.ops.kinds import GateTransform, Impl, is_fused
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def gate_transform(
         PlanNotOffered: impl="fused" without CUDA tensors, or with fp64.
         NotDifferentiable: second derivatives, forward mode, vmap.
     """
+    boolean("gate_transform", "fastmath", fastmath)
     return _gate("gate_transform", raw_gate, A_log, dt_bias, kind, lower_bound, impl)
 
 
@@ -86,7 +88,8 @@ def bound_gate(
     impl: Impl | str = Impl.AUTO,
 ) -> torch.Tensor:
     """`gate_transform` of kind "bounded" per channel: raw_gate [B, T, H, K], dt_bias [H, K]."""
-    if raw_gate.dim() != 4:
+    boolean("bound_gate", "fastmath", fastmath)
+    if isinstance(raw_gate, torch.Tensor) and raw_gate.dim() != 4:
         raise ShapeMismatch(
             "bound_gate", "raw_gate", expected="[B, T, H, K]", got=f"shape {list(raw_gate.shape)}",
             mend="Take gate_transform for gates per head",
@@ -141,6 +144,7 @@ def _check(op: str, raw: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor) 
                 op, argument, expected="a torch.Tensor", got=type(x).__name__,
                 mend=f"Pass {argument}",
             )  # fmt: skip
+        check_layout(op, argument, x)
         allowed = FLOATS if argument == "raw_gate" or raw.dtype is torch.float64 else FLOATS[:3]
         if x.dtype not in allowed:
             raise DtypeMismatch(

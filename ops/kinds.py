@@ -6,14 +6,13 @@ None replaces another: a call that its implementation cannot serve is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from lagraph.errors import InvalidOption, NotSupported, PlanNotOffered, RuleBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 __all__ = [
@@ -126,6 +125,11 @@ def engine_of(
     execution: under impl="auto" a call on another device has no use for them.
     """
     fused = is_fused(op, impl, x)
+    if options is not None and not isinstance(options, (dict, Mapping)):
+        raise InvalidOption(
+            op, "kernel_options", expected="a dict or None", got=repr(options)[:80],
+            mend='Pass {"backend": "fused"}, say, or leave it out',
+        )  # fmt: skip
     if not options:
         return ENGINES["fused"] if fused else "eager"
     known = (*OPTIONS, "schedule") if schedules else OPTIONS

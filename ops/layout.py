@@ -21,19 +21,24 @@ Cuts need no alignment: chunks restart at every subsequence.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from lagraph.errors import DeviceMismatch, InvalidOption, RuleBroken, ShapeMismatch
+from lagraph.ops.fragments import offsets_of, whole
+from lagraph.ops.pieces import cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from lagraph.ops.pieces import Pieces
 
 __all__ = ["ContextParallelPlan", "ContextParallelRouting", "Fragment", "Slot", "Subsequence"]
 
@@ -104,17 +109,17 @@ class ContextParallelPlan:
             RuleBroken: The offsets are none, or the fragments do not tile the stream.
             InvalidOption: There is no such rank.
         """
-        offsets = tuple(map(int, cu_seqlens_global))
-        _check_offsets(offsets)
-        _check_tiling(offsets[-1], fragments)
-        if isinstance(cp_rank, bool) or not 0 <= cp_rank < len(fragments):
+        offsets = offsets_of(PLAN, "cu_seqlens_global", cu_seqlens_global)
+        rows = _ranges(fragments)
+        _check_tiling(offsets[-1], rows)
+        mend = "Pass torch.distributed.get_rank(group)"
+        cp_rank = whole(PLAN, "cp_rank", cp_rank, 0, mend)
+        if cp_rank >= len(rows):
             raise InvalidOption(
-                PLAN, "cp_rank", expected=f"a row of the {len(fragments)} in fragments",
-                got=repr(cp_rank), mend="Pass torch.distributed.get_rank(group)",
+                PLAN, "cp_rank", expected=f"a row of the {len(rows)} in fragments",
+                got=repr(cp_rank), mend=mend,
             )  # fmt: skip
-        table = tuple(
-            tuple(_cut(offsets, int(start), int(stop)) for start, stop in row) for row in fragments
-        )
+        table = tuple(tuple(_cut(offsets, *found) for found in row) for row in rows)
         pieces = sorted(
             (part.start, part.sequence, (rank, slot))
             for rank, row in enumerate(table)
@@ -200,7 +205,8 @@ class ContextParallelRouting:
     predecessors; with caps the longest there can be), capped (whether caps were given), aligned
     (whether every cut is a document boundary), order (slots in token order; empty with caps),
     forward_need and reverse_need (what others fold of this rank's slots: "map", or "bias" where
-    nothing from beyond gets through any of them, or "none"; with caps always "map").
+    nothing from beyond gets through any of them, or "none"; with caps always "map"), forward_waits
+    and reverse_waits (whether this rank needs any slot at all; with caps always).
 
     cu_seqlens: int32 [max_subsequences + 1] span offsets, padded with the span's length.
     forward_bounds: int32 [slots, 2] range of each local fragment's last subsequence where it
@@ -235,6 +241,8 @@ class ContextParallelRouting:
     order: tuple[Slot, ...]
     forward_need: str
     reverse_need: str
+    forward_waits: bool
+    reverse_waits: bool
     cu_seqlens: Tensor
     forward_bounds: Tensor
     reverse_bounds: Tensor
@@ -251,6 +259,9 @@ class ContextParallelRouting:
     sequences: Tensor
     tail_sources: Tensor
     conv_sources: Tensor
+    # The layout that the tensors hold now, and its tables by number of pieces.
+    _plan: list[ContextParallelPlan] = field(default_factory=list, compare=False, repr=False)
+    _pieces: dict[int, Pieces] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_fragments(
@@ -276,6 +287,17 @@ class ContextParallelRouting:
         replayed with other layouts."""
         return self.capped or self.chain > 0
 
+    def pieces(self, count: int) -> Pieces:
+        """The span's segments, the long ones cut: see `lagraph.ops.pieces`. Made once, on first
+        use, which reads nothing of the device; a capture has to find them made."""
+        found = self._pieces.get(count)
+        if found is None:
+            found = self._pieces[count] = cut(
+                self._plan[0], count, self.cu_seqlens.device,
+                segments=len(self.sequences), slots=self.slots, capped=self.capped,
+            )  # fmt: skip
+        return found
+
     def copy_(self, other: ContextParallelRouting) -> ContextParallelRouting:
         """Take another layout's values in place, for the next replay of a captured graph.
 
@@ -300,6 +322,9 @@ class ContextParallelRouting:
                 )  # fmt: skip
         for mine, theirs, _ in tensors:
             mine.copy_(theirs)
+        for count, held in self._pieces.items():
+            held.copy_(other.pieces(count))
+        self._plan[:] = other._plan
         return self
 
     def validate(
@@ -330,13 +355,33 @@ class ContextParallelRouting:
             )  # fmt: skip
 
 
-def _check_offsets(offsets: tuple[int, ...]) -> None:
-    if not offsets or offsets[0] != 0 or list(offsets) != sorted(offsets):
-        raise RuleBroken(
-            PLAN, "cu_seqlens_global", expected="offsets that start at 0 and never fall",
-            got=str(list(offsets[:16])),
-            mend="Build it as a cumulative sum of the sequence lengths, with a leading 0",
-        )  # fmt: skip
+def _ranges(fragments: Any) -> list[list[tuple[int, int]]]:
+    """A fragment table as integers."""
+    pairs = "pairs (start, stop) of integers, start <= stop"
+    mend = "Give every rank of the group a list of half-open ranges"
+    try:
+        rows = [[tuple(fragment) for fragment in row] for row in fragments]
+    except TypeError:
+        raise InvalidOption(
+            PLAN, "fragments", expected=f"for every rank a list of {pairs}",
+            got=repr(fragments)[:80], mend=mend,
+        ) from None  # fmt: skip
+    made: list[list[tuple[int, int]]] = []
+    for row in rows:
+        made.append([])
+        for found in row:
+            if len(found) != 2:
+                raise RuleBroken(PLAN, "fragments", expected=pairs, got=str(found), mend=mend)
+            try:
+                start, stop = index(found[0]), index(found[1])
+            except TypeError:
+                raise InvalidOption(
+                    PLAN, "fragments", expected=pairs, got=str(found), mend=mend
+                ) from None
+            if start > stop:
+                raise RuleBroken(PLAN, "fragments", expected=pairs, got=str(found), mend=mend)
+            made[-1].append((start, stop))
+    return made
 
 
 def _check_tiling(total: int, fragments: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -344,11 +389,8 @@ def _check_tiling(total: int, fragments: Sequence[Sequence[tuple[int, int]]]) ->
         raise RuleBroken(PLAN, "fragments", expected="one row for each rank", got="none",
                          mend="Give every rank of the group a list of (start, stop)")  # fmt: skip
     at = 0
-    ranges = [tuple(fragment) for row in fragments for fragment in row]
+    ranges = [found for row in fragments for found in row]
     for found in ranges:
-        if len(found) != 2 or found[0] > found[1]:
-            raise RuleBroken(PLAN, "fragments", expected="pairs (start, stop), start <= stop",
-                             got=str(found), mend="Give half-open ranges")  # fmt: skip
         if found[0] < 0 or found[1] > total:
             raise RuleBroken(
                 PLAN, "fragments", expected=f"ranges inside [0, {total})", got=str(found),
@@ -381,12 +423,10 @@ def _cut(offsets: Sequence[int], start: int, stop: int) -> Fragment:
 
 
 def _cap(name: str, given: int | None, needed: int) -> int:
+    """A cap of at least what this layout has."""
     if given is None:
         return needed
-    if isinstance(given, bool) or not isinstance(given, int) or given < needed:
-        raise InvalidOption(ROUTING, name, expected=f"a number >= {needed}, what this layout has",
-                            got=repr(given), mend=f"Raise {name}, or leave it out")  # fmt: skip
-    return given
+    return whole(ROUTING, name, given, needed, f"Raise {name} to what this layout has, or drop it")
 
 
 def _routing(
@@ -442,6 +482,7 @@ def _routing(
         plan.cp_rank, world, width, tokens, links if capped else plan.chain, capped,
         plan.chain == 0, () if capped else plan.order,
         _need(capped, forward, forward_resets), _need(capped, reverse, reverse_resets),
+        capped or any(plan.predecessors), capped or any(plan.successors),
         cu_seqlens=ints([*cu, *[tokens] * (segments + 1 - len(cu))], dtype=torch.int32),
         forward_bounds=ints(forward, 2, torch.int32),
         reverse_bounds=ints(reverse, 2, torch.int32),
@@ -458,6 +499,7 @@ def _routing(
         sequences=ints([p.sequence for p in parts] + [0] * (segments - len(parts))),
         tail_sources=table(_tails(plan, width, history), history),
         conv_sources=table(_histories(plan, width, segments, history), history),
+        _plan=[plan],
     )  # fmt: skip
 
 
@@ -489,13 +531,11 @@ def _histories(
     rows = [[none] * history for _ in range(segments)]
     ends = [(plan.table[r][s][-1].stop, plan.table[r][s][0].start, r, s) for r, s in plan.order]
     stops = [end[0] for end in ends]
-    for index, part in enumerate(plan.subsequences):
+    for row, part in enumerate(plan.subsequences):
         oldest = max(part.start - history, plan.offsets[part.sequence])
         for token in range(oldest, part.start):
             stop, _, rank, slot = ends[bisect_right(stops, token)]
             position = history - (stop - token)
             if position >= 0:
-                rows[index][token - part.start + history] = (
-                    rank * width + slot
-                ) * history + position
+                rows[row][token - part.start + history] = (rank * width + slot) * history + position
     return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lagraph.ops.argument import boolean
 from lagraph.ops.form import FORMS, Call, forward
 from lagraph.ops.replay import replay
 
@@ -103,6 +104,7 @@ def paged_chunk_kda(
     Returns:
         The output [B, T, H, V]; zero where a sequence is padding.
     """
+    boolean("paged_chunk_kda", "autotune", autotune)
     call = Call(
         FORMS["kda"], "paged_chunk_kda", {"q": q, "k": k, "v": v, "gate": gate, "beta": beta},
         state_cache, cu_seqlens, {}, kernel_options=kernel_options, slots=state_indices,

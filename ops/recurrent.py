@@ -12,6 +12,11 @@ tokens), advanced in place:
     On a CPU wrong indices raise; on a GPU they are not looked at: one beyond the pool is padding,
         and sequences that share a slot race.
 
+states [B, T, H, V, K], dense, fp32, bf16 or fp16 (fp64 with fp64 tokens): for tokens that may turn
+    out wrong, as in speculative decoding. Written with the state after every token, while a pool
+    is only read; `accept_states` then puts the state after the last good token into it. Rows of
+    padding and past cu_seqlens[-1] are not written. For inference.
+
 Fused, a scan takes its tokens in order, K up to 256, in bf16, fp16 or fp32. It is for inference: a
 tensor that requires a gradient is refused. Its bits depend on the sequence alone. The reference is
 the chunk recurrence in PyTorch, differentiable but for pools.
@@ -21,6 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lagraph.ops.argument import boolean
 from lagraph.ops.form import FORMS, Call, forward
 from lagraph.ops.kinds import Impl
 
@@ -45,6 +51,7 @@ def recurrent_gdn(
     has_initial_state: Tensor | None = None,
     autotune: bool = True,
     impl: Impl | str = Impl.AUTO,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule, its tokens in order: `chunk_gdn` for decoding and inference prefill.
 
@@ -64,15 +71,18 @@ def recurrent_gdn(
         has_initial_state: Whether the slot holds a state [N], bool; all do if absent.
         autotune: Taken for compatibility: nothing is benchmarked in a call.
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference"; see `Impl`.
+        states: Where to write the states after every token [B, T, H, V, K]; a pool is only read.
 
     Returns:
         The output [B, T, H, V], and the final states [N, H, V, K] or None.
     """
+    boolean("recurrent_gdn", "autotune", autotune)
     return forward(
         Call(
             FORMS["gdn"], "recurrent_gdn", {"q": q, "k": k, "v": v, "gate": gate, "beta": beta},
             initial_state, cu_seqlens, {"scale": scale}, output_final_state,
             impl, None, state_indices, has_initial_state, scan=True,
+            states=states,
         )
     )  # fmt: skip
 
@@ -92,6 +102,7 @@ def recurrent_kda(
     has_initial_state: Tensor | None = None,
     autotune: bool = True,
     impl: Impl | str = Impl.AUTO,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention, its tokens in order: `chunk_kda` for decoding and inference prefill.
 
@@ -111,15 +122,18 @@ def recurrent_kda(
         has_initial_state: Whether the slot holds a state [N], bool; all do if absent.
         autotune: Taken for compatibility: nothing is benchmarked in a call.
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference"; see `Impl`.
+        states: Where to write the states after every token [B, T, H, V, K]; a pool is only read.
 
     Returns:
         The output [B, T, H, V], and the final states [N, H, V, K] or None.
     """
+    boolean("recurrent_kda", "autotune", autotune)
     return forward(
         Call(
             FORMS["kda"], "recurrent_kda", {"q": q, "k": k, "v": v, "gate": gate, "beta": beta},
             initial_state, cu_seqlens, {"scale": scale}, output_final_state,
             impl, None, state_indices, has_initial_state, scan=True,
+            states=states,
         )
     )  # fmt: skip
 
@@ -139,6 +153,7 @@ def recurrent_gdn2(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     impl: Impl | str = Impl.AUTO,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet-2, its tokens in order: `chunk_gdn2` for decoding and inference prefill.
 
@@ -158,6 +173,7 @@ def recurrent_gdn2(
         state_indices: Slot of every sequence [N].
         has_initial_state: Whether the slot holds a state [N], bool; all do if absent.
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference"; see `Impl`.
+        states: Where to write the states after every token [B, T, H, V, K]; a pool is only read.
 
     Returns:
         The output [B, T, H, V], and the final states [N, H, V, K] or None.
@@ -168,6 +184,7 @@ def recurrent_gdn2(
             FORMS["gdn2"], "recurrent_gdn2", tokens,
             initial_state, cu_seqlens, {"scale": scale}, output_final_state,
             impl, None, state_indices, has_initial_state, scan=True,
+            states=states,
         )
     )  # fmt: skip
 
@@ -187,6 +204,7 @@ def recurrent_gdp(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     impl: Impl | str = Impl.AUTO,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaProduct, its tokens in order: `chunk_gdp` for decoding and inference prefill.
 
@@ -206,6 +224,7 @@ def recurrent_gdp(
         state_indices: Slot of every sequence [N].
         has_initial_state: Whether the slot holds a state [N], bool; all do if absent.
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference"; see `Impl`.
+        states: Where to write the states after every token [B, T, H, V, K]; a pool is only read.
 
     Returns:
         The output [B, T, H, V], and the final states [N, H, V, K] or None.
@@ -215,6 +234,7 @@ def recurrent_gdp(
             FORMS["gdp"], "recurrent_gdp", {"q": q, "k": k, "v": v, "gate": gate, "beta": beta},
             initial_state, cu_seqlens, {"scale": scale, "num_householder": num_householder},
             output_final_state, impl, None, state_indices, has_initial_state, scan=True,
+            states=states,
         )
     )  # fmt: skip
 
@@ -238,6 +258,7 @@ def recurrent_mamba2(
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     impl: Impl | str = Impl.AUTO,
+    states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba-2, its tokens in order: `chunk_mamba2` for decoding and inference prefill.
 
@@ -256,6 +277,7 @@ def recurrent_mamba2(
         state_indices: Slot of every sequence [N].
         has_initial_state: Whether the slot holds a state [N], bool; all do if absent.
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference"; see `Impl`.
+        states: Where to write the states after every token [B, T, H, V, K]; a pool is only read.
 
     Returns:
         The output [B, T, H, V], and the final states [N, H, V, K] or None.
@@ -270,5 +292,6 @@ def recurrent_mamba2(
             FORMS["mamba2"], "recurrent_mamba2", tokens,
             initial_state, cu_seqlens, options, output_final_state,
             impl, None, state_indices, has_initial_state, scan=True,
+            states=states,
         )
     )  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 
 from lagraph.desc import dtype_name
 from lagraph.errors import DeviceMismatch, DtypeMismatch, ShapeMismatch
+from lagraph.ops.argument import only_tensors
 from lagraph.ops.dense import offsets, rows
 from lagraph.ops.form import clear_rows, explain, require_inference, write_rows
 from lagraph.ops.kinds import ReplayState, engine_of
@@ -114,7 +115,16 @@ def _like(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _checked(call: Call, caches: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The caches by name, checked like the call's other tensors."""
     explain(call)
+    if not isinstance(caches, (tuple, list)) or len(caches) != len(ReplayState._fields):
+        raise DtypeMismatch(
+            call.name, "replay_state", expected="a ReplayState",
+            got=f"{len(caches)} tensors" if isinstance(caches, (tuple, list))
+            else type(caches).__name__,
+            mend="Pass ReplayState(q, k, v, gate, beta, count)",
+        )  # fmt: skip
     kept = ReplayState(*caches)._asdict()
+    names = " ".join(f"replay_state.{name}" for name in kept)
+    only_tensors(call.name, names, tuple(kept.values()), len(kept))
     slots = call.state.shape[0]  # type: ignore[union-attr]
     for name, x in kept.items():
         argument = f"replay_state.{name}"

@@ -19,7 +19,9 @@ What is computed twice: the engines' plans are whole passes, so that preparing c
 summary computes its chunks' factors and then walks the states; `run` computes both again, for the
 ranges that were summarized. In the backward the summary recomputes the factors and walks the
 gradient of the state once, `run` does all of its own work. Tokens between ranges of one call are
-walked, too.
+walked, too. `range_summaries` and `range_grad_summaries`, which the recipes use, leave out what
+nobody needs: transitions where only biases are folded, tokens before the first range and after the
+last, and all transitions of the backward, since they are the forward's, transposed.
 
 Every `chunk_*_prepare` takes impl and kernel_options as `chunk_*` does, and batch_invariant: each
 sequence's bits then depend on that sequence alone. Its `_backward` has to be given the same.
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lagraph.ops.kinds import KernelOptions
+    from lagraph.ops.pieces import Part, Rows
 
 __all__ = [
     "Prepared",
@@ -159,6 +162,21 @@ class Local:
         rows = 1 if self.family == "mamba2" else state.shape[-1]
         return torch.nn.functional.pad(state, (0, 0, 0, rows))
 
+    def window(
+        self, ports: Mapping[str, Tensor | None], rows: Rows, tokens: int
+    ) -> dict[str, Tensor | None]:
+        """Ports of the tokens that rows reach over, with the rows' segments."""
+        form = FORMS[self.family]
+        port = {p.op_name: p.name for p in self.node("forward").inputs}
+        names = {port[form.ports.get(name, name)] for name in form.axes} | {"dO"}
+        cropped: dict[str, Tensor | None] = {}
+        for name, x in ports.items():
+            if x is not None and name in names and (rows.start, rows.stop) != (0, tokens):
+                steps = x.shape[0] // tokens  # GDP may have several rows a token
+                x = x[rows.start * steps : rows.stop * steps]
+            cropped[name] = x
+        return cropped | {"cu_seqlens": rows.offsets}
+
     def blank(self, ports: Mapping[str, Tensor | None], count: int) -> Tensor:
         """Zeros in the shape of `count` summaries."""
         k, v, g = ports["k"], ports["v"], ports["g"]
@@ -211,6 +229,18 @@ class Prepared:
         scale = self._local.options.get("scale")
         return float(self._tensors["q"].shape[-1] ** -0.5 if scale is None else scale)  # type: ignore[union-attr]
 
+    def part(self, part: Part) -> Prepared:
+        """The same of a part of the span."""
+        cu = self._ports["cu_seqlens"][part.first : part.last + 1] - part.start  # type: ignore[index]
+        return Prepared(self._local, _sliced(self._local, self._tensors, part, self._tokens), cu)
+
+    def join(self, parts: list[tuple[Prepared, Any]]) -> tuple[Tensor, Tensor]:
+        """Outputs and final states of the runs of all parts, as if the span had run at once."""
+        outs, finals = zip(*(made for _, made in parts), strict=True)
+        if parts[0][0]._pre is not None:
+            self._pre = torch.cat([part._pre for part, _ in parts], 1)  # type: ignore[misc]
+        return torch.cat(outs, 1), torch.cat(finals)
+
     def state_summaries(self, bounds: Tensor) -> Tensor:
         """[R, H, V + K, K] ([R, H, V + 1, K] for Mamba-2): one map per row of bounds.
 
@@ -228,6 +258,16 @@ class Prepared:
         ports.pop("initial_state", None)
         made = self._local.call("summary", ports, {"output_transition": need == "map"})
         return self._local.packed(made[0], made[1], need).index_select(0, at)
+
+    def range_summaries(self, rows: Rows, states: Tensor | None) -> Tensor:
+        """The summaries of rows [R, ...], with what initial states [N, H, V, K] make of a range
+        that they enter in its bias: see `lagraph.ops.pieces`."""
+        if rows.need == "none":
+            return self._local.blank(self._ports, 0)
+        ports = self._local.window(self._ports, rows, self._tokens)
+        ports["initial_state"] = None if states is None else fed(states, rows.feed)
+        made = self._local.call("summary", ports, {"output_transition": rows.need == "map"})
+        return _picked(self._local.packed(made[0], made[1], rows.need), rows)
 
     def run(
         self, initial_state: Tensor | None = None, *, output_final_state: bool = False
@@ -261,6 +301,32 @@ class PreparedGradient:
             "initial_state": initial_state,
         }  # fmt: skip
 
+    def part(self, part: Part) -> PreparedGradient:
+        """The same of a part of the span."""
+        local, cu, state = self._local, self._ports["cu_seqlens"], self._ports["initial_state"]
+        saved = _sliced(local, self._tensors, part, self._tokens)
+        pre, d_output = self._ports["O_pre"], self._ports["dO"]
+        rows = slice(part.start, part.stop)
+        saved["cu_seqlens"] = cu[part.first : part.last + 1] - part.start  # type: ignore[index]
+        saved["pre_gate"] = None if pre is None else pre[None, rows]
+        made = SAVED[local.family](**saved)
+        entry = None if state is None else state[part.first : part.last]
+        return PreparedGradient(local, made, d_output[None, rows], entry)  # type: ignore[index]
+
+    def join(self, parts: list[tuple[PreparedGradient, Any]]) -> tuple[Any, ...]:
+        """Gradients of the runs of all parts, as if the span had run at once."""
+        made: list[Tensor | None] = []
+        axes = FORMS[self._local.family].axes
+        found = zip(*(grads for _, grads in parts), strict=True)
+        for name, (first, *rest) in zip([*self._tensors, ""], found, strict=True):
+            if first is None:
+                made.append(None)
+            elif name in axes:
+                made.append(torch.cat([first, *rest], 1))
+            else:  # parameters are shared, states are not
+                made.append(sum(rest, first) if name else torch.cat([first, *rest]))
+        return tuple(made)
+
     def state_grad_summaries(self, bounds: Tensor) -> Tensor:
         """[R, H, V + K, K] reverse maps [C; R], d_entry = d_exit @ R + C, of every row of bounds.
 
@@ -274,13 +340,30 @@ class PreparedGradient:
         if need == "none":
             return self._local.blank(self._ports, len(bounds))
         ports, at = self._local.ranges(self._ports, bounds, self._tokens)
-        z = self._tensors.get("z")
-        if z is not None:  # the state is read before the gate
-            wide = torch.promote_types(z.dtype, torch.float32)
-            gate = torch.nn.functional.silu(z[0].to(wide))
-            ports["dO"] = (ports["dO"] * gate).to(z.dtype)  # type: ignore[operator]
+        ports["dO"] = _ungated(ports["dO"], ports.get("z"))
         made = self._local.call("summary_backward", ports, {"output_transition": need == "map"})
         return self._local.packed(made[0], made[1], need).index_select(0, at)
+
+    def range_grad_summaries(
+        self, rows: Rows, d_final_state: Tensor | None, moves: Tensor | None
+    ) -> Tensor:
+        """The reverse maps of rows [R, ...], with what cotangents [N, H, V, K] of last states send
+        through a range in its bias.
+
+        moves: the transitions of the forward's summaries of the same ranges, packed, where any is
+        needed; the reverse ones are those transposed.
+        """
+        if rows.need == "none":
+            return self._local.blank(self._ports, 0)
+        ports = self._local.window(self._ports, rows, self._tokens)
+        ports["dO"] = _ungated(ports["dO"], ports.get("z"))
+        if d_final_state is not None:
+            ports["d_final_state"] = fed(d_final_state, rows.feed)
+        made = self._local.call("summary_backward", ports, {"output_transition": False})
+        if moves is None:
+            return _picked(self._local.packed(made[0], made[1], "bias"), rows)
+        moves = moves if self._local.family == "mamba2" else moves.mT
+        return torch.cat([_picked(made[0], rows), moves], -2)
 
     def run(self, d_final_state: Tensor | None = None) -> tuple[Any, ...]:
         """Gradients of the tensors in order, None for absent ones, then that of the entry states.
@@ -298,6 +381,37 @@ class PreparedGradient:
             made.append(grad[None] if grad is not None and name in form.axes else grad)
         state = self._ports["initial_state"]
         return (*made, None if state is None else by_port["initial_state"])
+
+
+def fed(states: Tensor, feed: Tensor) -> Tensor:
+    """States [N, ...] on the ranges that they enter; N selects zero."""
+    return torch.cat([states, torch.zeros_like(states[:1])]).index_select(0, feed)
+
+
+def _sliced(
+    local: Local, tensors: Mapping[str, Tensor | None], part: Part, tokens: int
+) -> dict[str, Tensor | None]:
+    """A part's tokens of a function's arguments."""
+    made = dict(tensors)
+    for name in FORMS[local.family].axes:
+        x = made[name]
+        if x is not None:
+            steps = x.shape[1] // tokens  # GDP may have several rows a token
+            made[name] = x[:, part.start * steps : part.stop * steps]
+    return made
+
+
+def _picked(made: Tensor, rows: Rows) -> Tensor:
+    """Segments without the gaps between rows."""
+    return made if rows.dense else made.index_select(0, rows.at)
+
+
+def _ungated(d_output: Tensor | None, z: Tensor | None) -> Tensor | None:
+    """The gradient of Mamba-2's output before its gate: the state is read there."""
+    if z is None or d_output is None:
+        return d_output
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return (d_output * torch.nn.functional.silu(z.to(wide))).to(z.dtype)
 
 
 def slot_summaries(handle: PreparedForward | PreparedBackward, bounds: Tensor, need: str) -> Tensor:

@@ -5,6 +5,8 @@ Ops are looked up when called, so a missing one fails its own tests only.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from oracle import GRADIENTS
 
@@ -107,6 +109,15 @@ def _forward_outputs(got, options):
     return out
 
 
+def paired(family, plan):
+    """A plan of an engine that has no backward for the family, with Triton's."""
+    from lagraph.engines.frost.support import SUPPORT
+
+    alone = plan is not None and "_frost" in plan and "," not in re.sub(r"\[.*?\]", "", plan)
+    has_backward = (family, "backward") in SUPPORT.serves
+    return f"{plan},{family}_triton" if alone and not has_backward else plan
+
+
 def gradients(family, inputs, plan=None, **options):
     """The forward's outputs and all gradients, by node name; see `call`."""
     leaves = {
@@ -115,7 +126,7 @@ def gradients(family, inputs, plan=None, **options):
         if name in GRADIENTS and t is not None
     }
     options = {**options, "output_final_state": inputs.get("d_final_state") is not None}
-    out = call(family, {**inputs, **leaves}, "forward", plan, **options)
+    out = call(family, {**inputs, **leaves}, "forward", paired(family, plan), **options)
     ends, seeds = [], []
     if inputs.get("dO") is not None:
         ends.append(out["O"])

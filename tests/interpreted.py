@@ -22,6 +22,7 @@ from lagraph.plan import problem_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
+DELTA = [family for family in FAMILIES if family != "mamba2"]
 ENGINE = registry.load("lagraph.engines.triton.engine:ENGINE")
 TABLE = registry.load("lagraph.engines.triton.support:SUPPORT")
 
@@ -109,7 +110,7 @@ def one_head(x):
 
 
 @pytest.mark.parametrize("gate", ["zero", "slow"])
-@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize("split", [0, 1, 2])
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hostile(family, kind, split, gate, request):
@@ -127,6 +128,38 @@ def test_hostile(family, kind, split, gate, request):
     want = oracle.forward(family, x, **options)
     low = oracle.forward(family, x, round_state_to=F16, **options)
     check_hostile(got, want, low, F16, ("O", "final_state"))
+
+
+@pytest.mark.parametrize("gate", ["zero", "slow"])
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("family", DELTA)
+def test_hostile_gradients(family, split, repeated, gate):
+    """Of split operands, beta 2: also keys that are all the same."""
+    x = one_head(hostile("beta 2", family, lengths=(130,), K=16, V=16, dtype=F16, gate=gate))
+    if repeated:
+        x["k"] = x["k"][:1].expand_as(x["k"]).contiguous()
+    options = {"num_householder": 1} if family == "gdp" else {}
+    got = run(family, "backward", x, {"split": split}, **options)
+    want = oracle.backward(family, x, **options)
+    low = oracle.backward(family, x, round_state_to=F16, **options)
+    check_hostile(got, want, low, F16)
+
+
+@pytest.mark.parametrize("tokens", [20, 64, 100])
+@pytest.mark.parametrize("family", ["gdn", "kda", "gdp"])
+def test_growing_states(family, tokens):
+    """B35: gates of +5 leave fp32, for infinity and not for NaN, and zeros stay zeros."""
+    x = one_head(Case(family, "", lengths=(tokens,), K=16, V=16, dtype=F32, state=F32).draw())
+    x["beta"] = torch.zeros_like(x["beta"])
+    x["g"] = torch.full_like(x["g"], 5.0)
+    x["initial_state"] = torch.ones_like(x["initial_state"])
+    x["initial_state"][..., ::2] = 0.0
+    options = {"num_householder": 1} if family == "gdp" else {}
+    got = run(family, "forward", x, output_final_state=True, **options)["final_state"]
+    assert (got[..., ::2] == 0.0).all()
+    want = oracle.forward(family, x, **options)["final_state"].float()
+    assert torch.equal(got.isinf(), want.isinf())
 
 
 def test_pool():

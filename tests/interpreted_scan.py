@@ -16,6 +16,7 @@ import torch
 from cases import F16, F32, Engine
 from draw import draw
 from oracle import FAMILIES
+from serving import check_states
 from tolerance import check
 
 import lagraph.ops.form as form
@@ -67,6 +68,13 @@ def test_pools(test, family, monkeypatch):
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_pools_in_16_bits(dtype):
     test_paged.test_selected_slots_are_advanced(ENGINE, "gdn", "recurrent", dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dense", [False, True], ids=["packed", "dense"])
+@pytest.mark.parametrize(("pool", "kept"), [(None, F32), (F16, F16), (F32, F16)], ids=str)
+def test_states_after_every_token(family, dense, pool, kept):
+    check_states(family, "cpu", F16 if dense else F32, dense=dense, pool=pool, kept=kept)
 
 
 def test_strides_and_dtypes():

@@ -12,7 +12,15 @@ import os
 import pytest
 import torch
 import triton
-from serving import check_conv, check_conv_decode, check_decode, check_paged, check_scan
+from serving import (
+    check_conv,
+    check_conv_decode,
+    check_conv_states,
+    check_decode,
+    check_paged,
+    check_scan,
+    check_several,
+)
 from triton import language as tl
 
 import lagraph.ops.conv as conv
@@ -132,3 +140,20 @@ def test_scan(family, dense):
 
 def test_scan_guard_and_negative_eigenvalues():
     check_scan("gdn2", "cpu", F16, options={"beta_guard": True, "allow_neg_eigval": True})
+
+
+@pytest.mark.parametrize(("pool", "kept"), [(F32, F16), (F16, F32)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_tokens(family, pool, kept):
+    check_several(family, "cpu", F16 if pool == F32 else F32, pool, kept)
+
+
+def test_several_tokens_options():
+    check_several("gdn2", "cpu", F16, options={"beta_guard": True, "allow_neg_eigval": True},
+                  call={"beta_guard": True, "allow_neg_eigval": True})  # fmt: skip
+    check_several("gdp", "cpu", F32, n=1, T=4)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_conv_states(dense):
+    check_conv_states("cpu", F16, dense=dense)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import batch
 import oracle
 import torch
 import torch.nn.functional as F
 from draw import draw
+from table import to
 from tolerance import check, check_bitwise
 
 from lagraph import registry
+from lagraph.ops.accept import accept_states
 from lagraph.ops.conv import causal_conv1d, causal_conv1d_decode, paged_causal_conv1d
 from lagraph.ops.decode import (
     recurrent_gdn2_decode,
@@ -412,3 +415,159 @@ def check_scan(family, device, dtype, *, pool_dtype=F32, dense=False, options=No
         io = dtype if name == "O" else F32
         check({name: named[name]}, {name: t}, io, where(device))
     untouched(big, before, [i for i in index if i > 0])
+
+
+# Several tokens a step, and the state after every one ---------------------------------------------
+
+
+def after_every_token(family, x, start, **options):
+    """The states [rows, H, V, K] that the oracle has after every token, and its outputs."""
+    ends = x["cu_seqlens"].tolist()
+    want = oracle.forward(family, x | {"initial_state": start}, output_final_state=True, **options)
+    states = torch.full((ends[-1], *start.shape[1:]), NAN, dtype=F64)
+    tokens = ("q", "k", "v", "g", "beta", "w", "z")
+    for i, (a, b) in enumerate(pairwise(ends)):
+        for t in range(a, b):
+            cut = dict(x)
+            for name in set(tokens).intersection(x):
+                n = len(x[name]) // len(x["q"])  # rows of a token
+                cut[name] = x[name][a * n : (t + 1) * n]
+            cut |= {"cu_seqlens": torch.tensor([0, t + 1 - a]), "initial_state": start[i : i + 1]}
+            got = oracle.forward(family, cut, output_final_state=True, **options)
+            states[t] = got["final_state"][0]
+    return want, states
+
+
+def check_several(
+    family, device, dtype, pool_dtype=F32, kept=F32, *, T=3, K=16, V=32, H=4, HK=2, n=2,
+    options=None, call=None,
+):  # fmt: skip
+    """T rows a sequence through decode: without `states` the pool is advanced, with it read."""
+    n = n if family == "gdp" else 1
+    chosen = OPTIONS[family] | ({"num_householder": n} if family == "gdp" else {}) | (options or {})
+    index, new = [3, -1, 5, 1], [False, False, True, False]
+    B, delta = len(index), family != "mamba2"
+    params = ("a_log", "dt_bias") if delta else ("dt_bias", "d", "z")
+    x = draw(
+        family, lengths=(T,) * B, H=HK, HK=HK, HV=H, K=K, V=V, n=n, dtype=dtype, gate_dtype=dtype,
+        beta_dtype=dtype, params=params, options=chosen, token_major=True,
+    )  # fmt: skip
+    parts = [x[name].flatten(1) for name in ("qkv" if delta else "vkq")]
+    given = [torch.cat(parts, 1), x["g"], *([x["beta"]] if delta else [])]
+    given += [x["w"]] if family == "gdn2" else []
+    given = [t.unflatten(0, (B, T)) for t in given]
+    given += [x[name] for name in (("a_log", "dt_bias") if delta else ("a", "dt_bias"))]
+    # Rows that are a slice of a wider buffer, as a projection leaves them.
+    given[0] = laid_out("columns", given[0])
+    given = [t.to(device) for t in given]
+    extra = {} if delta else {"D": x["d"].to(device), "z": x["z"].unflatten(0, (B, T)).to(device)}
+    rng = torch.Generator().manual_seed(5)
+    values = torch.randn(7, H, V, K, generator=rng, dtype=F64).to(pool_dtype)
+    values[5] = values[0] = values[2] = NAN
+    slots = torch.tensor(index, dtype=torch.int32, device=device)
+    has = torch.tensor([not fresh for fresh in new], device=device)
+    more = extra | {"has_initial_state": has} | (call or {})
+    start = torch.stack([
+        values[i].to(F64) if i > 0 and not fresh else torch.zeros(H, V, K, dtype=F64)
+        for i, fresh in zip(index, new, strict=True)
+    ])  # fmt: skip
+    want, truth = after_every_token(family, x, start, **chosen)
+    live = torch.tensor([i > 0 for i in index])
+
+    pool, big, before = pool_of(values.to(device), 24)
+    out = torch.full((B, T, H, V), NAN, dtype=dtype, device=device)
+    assert DECODE[family](*given, pool, slots, **more, out=out) is out
+    states = torch.full((B, T, H, V, K), NAN, dtype=kept, device=device)
+    other, other_big, _ = pool_of(values.to(device), 24)
+    again = DECODE[family](*given, other, slots, **more, states=states)
+    check_bitwise({"pool": other_big, "O": again}, {"pool": before, "O": out})
+
+    o, rows = out.cpu(), states.cpu()
+    assert not o[~live].any(), "padding is exactly zero"
+    assert torch.isnan(rows[~live]).all(), "states of padding are not written"
+    check({"O": o[live]}, {"O": want["O"].unflatten(0, (B, T))[live]}, dtype, where(device))
+    check({"state": rows[live]}, {"state": truth.unflatten(0, (B, T))[live]}, F32, where(device))
+    used = [i for i in index if i > 0]
+    check({"state": pool[used].cpu()}, {"state": want["final_state"][live]}, F32, where(device))
+    untouched(big, before, used)
+
+    # Rolled back: the state after the last accepted token, and none where nothing was.
+    accepted = torch.tensor([2, 1, T, 0], device=device)
+    accept_states(other, slots, states, accepted)
+    assert torch.equal(other[3], states[0, 1].to(pool_dtype))
+    assert torch.equal(other[5], states[2, T - 1].to(pool_dtype))
+    untouched(other_big, before, [3, 5])
+
+
+def check_states(family, device, dtype, *, dense=False, pool=None, kept=F32, impl="auto"):
+    """`recurrent_*` with `states`: every state, and a pool that is only read."""
+    lengths = (3, 3, 3) if dense else (3, 0, 4)
+    n = 2 if family == "gdp" else 1
+    x = draw(family, lengths=lengths, H=2, HV=4, K=12, V=20, n=n, dtype=dtype, state=F32,
+             tail=0 if dense else 2)  # fmt: skip
+    given = batch.tokens(family, to(device, x), 3 if dense else None) | batch.extra(family)
+    shape = given["x" if family == "mamba2" else "q"].shape[:2]
+    states = torch.full((*shape, 4, 20, 12), NAN, dtype=kept, device=device)
+    start, index = x["initial_state"].to(F64), [2, -1, 4] if pool else [1, 2, 3]
+    if pool:
+        values = torch.randn(6, 4, 20, 12, generator=torch.Generator().manual_seed(2)).to(pool)
+        store, big, before = pool_of(values.to(device), 8)
+        start = torch.stack([values[max(i, 0)].to(F64) for i in index])
+        given |= {"initial_state": store, "state_indices": torch.tensor(index).to(device)}
+    else:
+        given |= {"initial_state": x["initial_state"].to(device), "output_final_state": True}
+    with torch.no_grad():
+        o, last = batch.function("recurrent", family)(**given, states=states, impl=impl)
+    want, truth = after_every_token(family, x, start, **batch.extra(family))
+    ends, rows, o = x["cu_seqlens"].tolist(), states.flatten(0, 1).cpu(), o.flatten(0, 1).cpu()
+    assert torch.isnan(rows[ends[-1] :]).all(), "rows past the end are not written"
+    for i, (a, b) in enumerate(pairwise(ends)):
+        if index[i] <= 0:
+            assert torch.isnan(rows[a:b]).all()
+            assert not o[a:b].any()
+            truth[a:b] = want["O"][a:b] = rows[a:b] = 0.0
+    got = {"O": o[: ends[-1]]}
+    check(got, {"O": want["O"][: ends[-1]]}, dtype, where(device))
+    check({"state": rows[: ends[-1]]}, {"state": truth}, F32, where(device))
+    if pool:
+        assert last is None
+        check_bitwise({"pool": big}, {"pool": before})
+    else:
+        check({"final_state": last}, {"final_state": want["final_state"]}, F32, where(device))
+
+
+def check_conv_states(device, dtype, *, W=4, C=24, dense=False):
+    """The convolution with `states`: outputs and pool against the call that advances it."""
+    lengths = (3, 3, 3, 3) if dense else (2, 0, 5, 1)
+    index, ends = [3, 1, -1, 5], [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    rng = torch.Generator().manual_seed(4)
+    x = torch.randn(1, ends[-1] + (0 if dense else 2), C, generator=rng).to(dtype)
+    x = x.view(4, 3, C) if dense else x
+    x = laid_out("columns", x).to(device)
+    weight = torch.randn(C, W, generator=rng).to(dtype).to(device)
+    values = torch.randn(7, W - 1, C, generator=rng).to(dtype)
+    values[5] = values[0] = NAN
+    store, big, before = pool_of(values.to(device), 8)
+    more = {
+        "activation": "silu", "state_indices": torch.tensor(index, device=device),
+        "has_initial_state": torch.tensor([True, True, True, False], device=device),
+        "cu_seqlens": None if dense else torch.tensor(ends, device=device),
+    }  # fmt: skip
+    states = torch.full((*x.shape[:2], W - 1, C), NAN, dtype=dtype, device=device)
+    y = paged_causal_conv1d(x, weight, store, states=states, **more)
+    check_bitwise({"pool": big}, {"pool": before})
+    advanced = values.clone().to(device)
+    want = paged_causal_conv1d(x, weight, advanced, **more)
+    y, want, rows = (t.flatten(0, 1)[: ends[-1]].cpu() for t in (y, want, states))
+    check_bitwise({"y": y}, {"y": want})
+    flat = x.flatten(0, 1).cpu()
+    for i, (a, b) in enumerate(pairwise(ends)):
+        if index[i] <= 0:
+            assert torch.isnan(rows[a:b]).all()
+            continue
+        past = torch.zeros(W - 1, C) if i == 3 else values[index[i]]
+        seen = torch.cat([past.to(dtype), flat[a:b]])
+        for t in range(a, b):
+            assert torch.equal(rows[t], seen[t - a + 1 : t - a + W])
+    if not dense:
+        assert torch.isnan(states[0, ends[-1] :]).all()

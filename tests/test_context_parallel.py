@@ -1,11 +1,13 @@
-"""Context parallelism: plans, the algebra on summaries, staged operators, and recipes over gloo.
+"""Context parallelism: plans, the algebra on summaries, staged operators, and recipes over gloo
+and NCCL.
 
-What needs several processes is in `parallel.py`; every world is spawned once, and each of its
-checks is a test here.
+What needs several processes is in `parallel.py`; every world of a setting is spawned once, and each
+of its checks is a test here.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -25,6 +27,7 @@ from lagraph.ops import context_parallel as cp
 from lagraph.ops import exchange
 from lagraph.ops.staged import Prepared
 
+ROOT = Path(__file__).resolve().parent.parent
 Plan = cp.ContextParallelPlan
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -37,24 +40,37 @@ PAGE_TABLE = [[(0, 96), (288, 384)], [(96, 192), (192, 288)]]
 
 @pytest.fixture(scope="module")
 def spawned():
-    """Outcomes by world, spawned when first asked for."""
+    """Outcomes by setting and world, spawned when first asked for."""
     known = {}
 
-    def of(world):
-        if world not in known:
-            known[world] = parallel.outcomes(world)
-        return known[world]
+    def of(setting, world):
+        if (setting, world) not in known:
+            known[setting, world] = parallel.outcomes(setting, world)
+        return known[setting, world]
 
     return of
 
 
+GPUS = torch.cuda.device_count()
+WORLDS = {name: (max(GPUS, 2),) for name in parallel.SETTINGS}
+WORLDS |= {"gloo": (2, 3, 4), "interpreted": (2,)}
+gpus = (pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "check"), [(world, name) for world in (2, 3, 4) for name in parallel.checks(world)]
-)
-def test_ranks(spawned, world, check):
+    ("setting", "world", "check"),
+    [
+        pytest.param(setting, world, name, marks=gpus if setting.startswith("nccl") else (),
+                     id=f"{setting}-{world}-{name.removeprefix('check_')}")
+        for setting, worlds in WORLDS.items()
+        for world in worlds
+        for name in parallel.checks(setting, world)
+    ],
+)  # fmt: skip
+def test_ranks(spawned, setting, world, check):
     """See `parallel`."""
-    failed = {rank: text for rank, text in enumerate(spawned(world)[check]) if text}
+    failed = {rank: text for rank, text in enumerate(spawned(setting, world)[check]) if text}
     assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
 
 
@@ -76,10 +92,14 @@ def test_the_example_on_gpus(family, partition):
 
 def run_example(ranks, *args):
     """Standard output of the example on a number of ranks."""
-    path = Path(__file__).resolve().parent.parent / "examples" / "context_parallel_training.py"
+    return torchrun(ranks, "examples/context_parallel_training.py", *args)
+
+
+def torchrun(ranks, script, *args):
+    """Standard output of a script on a number of ranks."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         "--nproc-per-node", str(ranks), str(path), *args],
+         "--nproc-per-node", str(ranks), str(ROOT / script), *args],
         capture_output=True, text=True, check=False, cwd="/",
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -140,9 +160,17 @@ def test_other_bad_plans():
     for offsets in ((), (1, 5), (0, 5, 3)):
         with pytest.raises(lagraph.RuleBroken, match="cu_seqlens_global"):
             Plan.from_fragments(offsets, [[(0, 5)]], 0)
-    for rank in (-1, 2, True):
+    for offsets in (5, None, (0, 2.5, 5), "05", torch.tensor([0.0, 5.0])):
+        with pytest.raises(lagraph.InvalidOption, match=r"cu_seqlens_global: .*integers"):
+            Plan.from_fragments(offsets, [[(0, 5)]], 0)
+    for table in (3, [3], [[3]], None, [[(0, 2.5), (2.5, 5)]], [[("0", "5")]]):
+        with pytest.raises(lagraph.InvalidOption, match=r"fragments: .*integers"):
+            Plan.from_fragments((0, 5), table, 0)
+    for rank in (-1, 2, True, 0.5, None, "0"):
         with pytest.raises(lagraph.InvalidOption, match="cp_rank"):
             Plan.from_fragments((0, 4), [[(0, 2)], [(2, 4)]], rank)
+    for good in (torch.tensor([0, 4]), torch.tensor([0, 4]).numpy()):
+        assert Plan.from_fragments(good, [[(0, 2)], [(2, 4)]], 1).cu_seqlens == (0, 2)
     plan = Plan.from_fragments(PAGE_CU, PAGE_TABLE, 0)
     for caps in ({"slots": 1}, {"max_subsequences": 2}, {"conv_history": -1}, {"slots": 2.5}):
         with pytest.raises(lagraph.InvalidOption, match=next(iter(caps))):
@@ -171,10 +199,32 @@ def test_fragment_tables_tile(world, tokens):
 
 def test_documents_are_spread_longest_first():
     assert cp.document_aligned_fragments((0, 3, 10, 11, 50), 2) == [[(11, 50)], [(0, 11)]]
-    for call in (lambda: cp.contiguous_fragments(-1, 2), lambda: cp.zigzag_fragments(4, 0),
-                 lambda: cp.document_aligned_fragments((), 1)):  # fmt: skip
-        with pytest.raises(lagraph.InvalidOption):
-            call()
+
+
+@pytest.mark.parametrize("bad", [7.5, -1, True, None, "7", [7], torch.tensor(7.0)])
+def test_helpers_refuse_what_is_no_number(bad):
+    for name in ("contiguous_fragments", "zigzag_fragments"):
+        with pytest.raises(lagraph.InvalidOption, match=rf"{name}\.total_tokens: .*integer >= 0"):
+            getattr(cp, name)(bad, 2)
+        with pytest.raises(lagraph.InvalidOption, match=rf"{name}\.world: .*an integer >= 1, got"):
+            getattr(cp, name)(7, bad)
+    with pytest.raises(lagraph.InvalidOption, match=r"document_aligned_fragments\.world"):
+        cp.document_aligned_fragments((0, 7), bad)
+    with pytest.raises(TypeError, match="Give the sizes"):
+        cp.neutral_summary(2, bad, 4, device="cpu")
+
+
+def test_helpers_take_any_integers():
+    import numpy
+
+    assert cp.contiguous_fragments(numpy.int64(7), torch.tensor(2)) == [[(0, 3)], [(3, 7)]]
+    assert cp.document_aligned_fragments(torch.tensor([0, 3, 7]), 2) == [[(3, 7)], [(0, 3)]]
+    for wrong in ((), (1, 4), (0, 4, 3)):
+        with pytest.raises(lagraph.RuleBroken, match=r"document_aligned_fragments\.cu_seqlens"):
+            cp.document_aligned_fragments(wrong, 1)
+    for wrong in (7, (0, 3.5), None):
+        with pytest.raises(lagraph.InvalidOption, match="a sequence of integers"):
+            cp.document_aligned_fragments(wrong, 1)
 
 
 def test_caps_fix_every_shape():
@@ -192,8 +242,10 @@ def test_caps_fix_every_shape():
             y = getattr(b, name)
             if isinstance(x, torch.Tensor):
                 assert (x.shape, x.dtype) == (y.shape, y.dtype), name
-            elif name != "aligned":
+            elif name != "aligned" and not name.startswith("_"):
                 assert x == y, name
+        for count in (1, 2, 7):
+            same_make(a.pieces(count), b.pieces(count))
     held = made[0].copy_(made[3])
     assert held is made[0]
     assert torch.equal(held.cu_seqlens, made[3].cu_seqlens)
@@ -210,6 +262,101 @@ def test_caps_fix_every_shape():
         )
 
 
+def same_make(a, b):
+    """Tables of the same shapes and host values."""
+    for name, x in vars(a).items():
+        y = getattr(b, name)
+        if isinstance(x, torch.Tensor):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        elif hasattr(x, "bounds"):
+            same_make(x, y)
+        else:
+            assert x == y, name
+
+
+def test_pieces_of_the_example_of_the_page():
+    """Rank 0 of the page: A s0 | A s1 | B s2 at 0, 40, 96, 192; cut once each into pieces of 64."""
+    routing = Plan.from_fragments(PAGE_CU, PAGE_TABLE, 0).routing("cpu")
+    assert routing.forward_waits  # B s2 continues D's
+    assert routing.reverse_waits
+    whole = routing.pieces(1)
+    assert whole.whole
+    assert whole.cu_seqlens.tolist() == [0, 40, 96, 192]
+    assert whole.forward.bounds.tolist() == [[40, 96]]  # A s1, for C
+    assert whole.reverse.bounds.tolist() == [[96, 192]]  # B s2, for D
+    assert (whole.forward.need, whole.reverse.need) == ("bias", "bias")  # one starts, one ends
+    assert (whole.forward.start, whole.forward.stop) == (32, 96)
+    made = routing.pieces(2)
+    assert made is routing.pieces(2)
+    assert made.cu_seqlens.tolist() == [0, 40, 96, 192]  # no segment is longer than half
+    made = routing.pieces(3)
+    assert made.cu_seqlens.tolist() == [0, 40, 96, 160, 192]
+    assert made.last.tolist() == [0, 1, 3]
+    assert made.first.tolist() == [0, 1, 2]
+    assert made.forward.bounds.tolist() == [[40, 96], [96, 160]]
+    assert made.forward.need == "map"  # the state from D goes through
+    assert made.forward.links.tolist() == [1, 2]  # its first piece, the identity
+    assert made.forward.through.tolist() == [2]
+    assert (made.forward.head.tolist(), made.forward.tail.tolist()) == ([1, 1], [0, 2])
+    assert made.entry.tolist() == [0, 1, 2, 3]  # the last from the link after three segments
+    assert made.exit.tolist() == [0, 1, 3, 2]
+    assert made.reverse.bounds.tolist() == [[96, 160], [160, 192]]
+    assert made.reverse.links.tolist() == [1, 2]
+    assert (made.reverse.head.tolist(), made.reverse.tail.tolist()) == ([1, 0], [2, 0])
+    assert made.moves.tolist() == [1, 2]  # s2 ends in its last piece: nothing comes through it
+
+
+def test_steps_of_the_scan_over_pieces():
+    """Every link is composed from the start of its segment: indices instead of maps."""
+    routing = Plan.from_fragments((0, 900, 1000), [[(0, 200), (300, 1000)], [(200, 300)]], 0)
+    rows = routing.routing("cpu").pieces(15).forward
+    segments = rows.through.tolist()
+    made = [[i] for i in range(len(segments))] + [[]]
+    for step in rows.steps.tolist():
+        made = [made[before] + mine for before, mine in zip(step, made, strict=True)]
+    assert made[-1] == []
+    assert [ids[0] for ids in made[:-1]] == [segments.index(s) for s in segments]
+    assert all(ids == list(range(ids[0], ids[-1] + 1)) for ids in made[:-1])
+    assert [ids[-1] for ids in made[:-1]] == list(range(len(segments)))
+    assert len(rows.steps) == 4  # up to 9 links in one segment
+    assert max(len(ids) for ids in made) == 9
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_pieces_tile_the_span(count):
+    for cu, table in (
+        (PAGE_CU, PAGE_TABLE), ((0, 5000), cp.contiguous_fragments(5000, 3)),
+        ((0, 1, 700, 3000), cp.zigzag_fragments(3000, 2)), ((0,), [[], []]),
+    ):  # fmt: skip
+        for rank, caps in ((r, c) for r in range(len(table)) for c in ({}, {"slots": 4})):
+            routing = Plan.from_fragments(cu, table, rank).routing("cpu", **caps)
+            made = routing.pieces(count)
+            edges = made.cu_seqlens.tolist()
+            assert edges == sorted(edges)
+            assert (edges[0], edges[-1]) == (0, routing.tokens)
+            assert set(routing.cu_seqlens.tolist()) <= set(edges)
+            most = -(-routing.tokens // count)
+            assert all(b - a < most + 64 for a, b in pairwise(edges))
+            used = len({*edges}) - 1
+            assert used <= len(routing.sequences) + count - 1
+            starts = [edges[p] for p in made.first.tolist()]
+            assert starts == routing.cu_seqlens.tolist()[:-1]
+
+
+def test_a_choice_of_pieces():
+    from lagraph.ops import recipe
+
+    device = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "_processors", lambda device: 132)
+        assert recipe.choose_pieces(device, 1 << 17, 16, 128) == 8
+        assert recipe.choose_pieces(device, 1 << 17, 64, 128) == 2
+        assert recipe.choose_pieces(device, 1 << 17, 16, 64) == 16
+        assert recipe.choose_pieces(device, 1100, 16, 64) == 2  # not shorter than 512 tokens
+        assert recipe.choose_pieces(device, 0, 16, 64) == 1
+    assert recipe.choose_pieces(torch.device("cpu"), 1 << 17, 16, 128) == 1
+
+
 def test_the_rule_that_chooses_an_exchange():
     def routing(world, **caps):
         table = cp.contiguous_fragments(4 * world, world)
@@ -222,6 +369,66 @@ def test_the_rule_that_chooses_an_exchange():
     assert exchange.choose_exchange(small, "doubling") == "doubling"
     with pytest.raises(lagraph.RuleBroken, match="caps"):
         exchange.choose_exchange(capped, "doubling")
+
+
+def test_the_cost_model_is_that_of_the_docs():
+    """The page's table is what the benchmark prints, and its bytes are what the library says."""
+    bench, page = benchmark(), ROOT / "docs" / "context_parallelism.md"
+    text = page.read_text(encoding="utf-8")
+    assert bench.model_table() in text
+    first = bench.crossover(16, 128, 128, bench.ASSUMED)
+    assert f"less time from {first} ranks on" in text
+    for ranks in (2, 3, 4, 7, 8, 64):
+        cost = bench.model(ranks, 16, 128, 64, 1e-5, 1e9)
+        table = cp.contiguous_fragments(ranks * 4, ranks)
+        routings = [
+            Plan.from_fragments((0, 4 * ranks), table, rank).routing("cpu") for rank in range(ranks)
+        ]
+        for kind, said in (("all_gather", cost.gather_bytes), ("doubling", cost.doubling_bytes)):
+            most = max(exchange.received_bytes(r, 16, 64, 128, exchange=kind) for r in routings)
+            assert most == said, (ranks, kind)
+    slow = bench.model(8, 16, 128, 128, 1.0, 1e30)
+    assert (slow.gather_seconds, slow.doubling_seconds) == (7.0, 3.0)
+    fast = bench.model(8, 1, 128, 128, 0.0, 1.0)
+    assert (fast.gather_seconds, fast.doubling_seconds) == (7 * 131072, 2 * 131072 + 65536)
+
+
+def test_a_line_is_fitted():
+    bench = benchmark()
+    a, b = bench.line([(x, 3.0 + 0.5 * x) for x in (1, 2, 4, 8)])
+    assert (a, b) == pytest.approx((3.0, 0.5))
+    assert bench.line([(1, 1.0), (2, 2.2), (4, 4.8)])[0] == 0.0  # no negative latency
+    gathered = bench.model(8, 16, 128, 128, 1.0, 1e30, gather_latency=2.0)
+    assert (gathered.gather_seconds, gathered.doubling_seconds) == (14.0, 3.0)
+
+
+def benchmark():
+    """benchmarks/context_parallel.py as a module."""
+    path = ROOT / "benchmarks" / "context_parallel.py"
+    spec = importlib.util.spec_from_file_location("benchmark_context_parallel", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_benchmark_on_a_cpu(ranks, tmp_path):
+    """Tiny; it compares with one rank by itself, and every row is there."""
+    file = tmp_path / "rows.csv"
+    done = torchrun(
+        ranks, "benchmarks/context_parallel.py", "--cpu", "--quick", "--tokens", "300", "--heads",
+        "1", "--repeats", "1", "--pieces", "2", "--csv", str(file),
+    )  # fmt: skip
+    assert "all agree with one rank" in done
+    rows = file.read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 1 + 4 * (2 + 3 + 3)
+    assert "speedup" in rows[0]
+    if ranks > 1:
+        fit = torchrun(ranks, "benchmarks/context_parallel.py", "--cpu", "--fit", "--repeats", "2")
+        assert re.search(r"3 ranks.*latency .*bandwidth .*fold .*compose .*error", fit)
+        assert "| 1024 |" in fit
 
 
 # The algebra ---------------------------------------------------------------------------------
@@ -305,6 +512,21 @@ def test_summaries_that_do_not_fit():
         cp.merge_state(state[..., 1:], good)
     with pytest.raises(lagraph.ShapeMismatch, match="then"):
         cp.compose_summaries(good, good[..., 1:])
+    for wrong in (None, 3.0, good.int()):
+        for call, name in (
+            (lambda x: cp.merge_state(x, good), r"merge_state\.state"),
+            (lambda x: cp.merge_state(state, x), r"merge_state\.summary"),
+            (lambda x: cp.compose_summaries(x, good), r"compose_summaries\.first"),
+            (lambda x: cp.compose_summaries(good, x), r"compose_summaries\.then"),
+        ):
+            with pytest.raises(lagraph.DtypeMismatch, match=f"{name}: .*a floating torch.Tensor"):
+                call(wrong)
+    with pytest.raises(lagraph.ShapeMismatch, match=r"merge_state\.state"):
+        cp.merge_state(torch.zeros(3), good)
+    with pytest.raises(lagraph.DeviceMismatch, match=r"merge_state\.summary"):
+        cp.merge_state(state, good.to("meta"))
+    with pytest.raises(lagraph.DtypeMismatch, match="dtype"):
+        cp.neutral_summary(2, 3, 4, device="cpu", dtype=torch.bfloat16)
 
 
 # Staged operators ------------------------------------------------------------------------------
@@ -422,88 +644,18 @@ def test_the_namespaces():
 
 
 @pytest.fixture
-def nccl():
-    """A group of this process alone."""
+def alone():
+    """A group of this process alone, and the setting of a family's kernels."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
+    yield lambda family: parallel.enter(parallel.SETTINGS[f"nccl-{family}"])
+    parallel.enter(parallel.SETTINGS["gloo"])
     dist.destroy_process_group()
 
 
 @pytest.mark.gpu
 @every_family
-def test_a_captured_call_replays_other_layouts(nccl, family):
-    """Forward and backward in one CUDA graph; pieces of documents pass their states through the
-    exchange with itself. Also the fused engine against one call on whole documents."""
-    T, heads, dim = 512, 2, 64
-    tables = [
-        ((0, 300, T), [[(0, 100), (100, T)]]),
-        ((0, T), [[(200, T), (0, 130), (130, 200)]]),
-        ((0, 64, 70, T), [[(0, T)]]),
-    ]
-    caps = {"slots": 3, "max_subsequences": 5}
-    r = torch.Generator("cuda").manual_seed(0)
-
-    def randn(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, generator=r, device="cuda").to(dtype)
-
-    def unit(x):
-        return torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype)
-
-    gates = -torch.rand(1, T, heads, generator=r, device="cuda")
-    channels = -torch.rand(1, T, heads, dim, generator=r, device="cuda")
-    q, k, v = randn(1, T, heads, dim), unit(randn(1, T, heads, dim)), randn(1, T, heads, dim)
-    beta = torch.rand(1, T, heads, generator=r, device="cuda")
-    x = {
-        "gdn": lambda: [q, k, v, gates, beta],
-        "kda": lambda: [q, k, v, channels, beta],
-        "gdn2": lambda: [q, k, v, channels, -channels, v.sigmoid()],
-        "gdp": lambda: [q, *(torch.stack([t, t.flip(1)], 2) for t in (k, v)), gates,
-                        torch.stack([beta, beta.flip(1)], 2)],
-        "mamba2": lambda: [v, gates, -torch.rand(heads, device="cuda"), k, q],
-    }[family]()  # fmt: skip
-    shared = {2} if family == "mamba2" else set()
-    d_o, d_s = randn(1, T, heads, dim), randn(1, heads, dim, dim, dtype=torch.float32)
-
-    held = Plan.from_fragments(*tables[0], 0).routing("cuda", **caps)
-    leaves = [t.clone().requires_grad_() for t in x]
-    seed_o, seed_s = d_o.clone(), torch.zeros(5, heads, dim, dim, device="cuda")
-
-    def step():
-        o, last = getattr(cp, f"context_parallel_{family}")(
-            *leaves, routing=held, group=nccl, **options(family)
-        )
-        return o, last, torch.autograd.grad([o, last], leaves, [seed_o, seed_s])
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # The watchdog of NCCL has a thread of its own.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = step()
-    for cu, table in tables:
-        plan = Plan.from_fragments(cu, table, 0)
-        ids = plan.global_token_ids("cuda")
-        held.copy_(plan.routing("cuda", **caps))
-        with torch.no_grad():
-            for i, (leaf, t) in enumerate(zip(leaves, x, strict=True)):
-                leaf.copy_(t if i in shared else t[:, ids])
-            seed_o.copy_(d_o[:, ids])
-            seed_s.copy_(torch.where(held.terminal.view(-1, 1, 1, 1), d_s, 0.0))
-        graph.replay()
-        torch.cuda.synchronize()
-        whole = [t.clone().requires_grad_() for t in x]
-        o, last = getattr(ops, f"chunk_{family}")(
-            *whole, cu_seqlens=torch.tensor(cu, device="cuda", dtype=torch.int32),
-            output_final_state=True, **options(family),
-        )  # fmt: skip
-        wanted = torch.autograd.grad([o, last], whole, [d_o, d_s.expand_as(last)])
-        close(out[0].float(), o[:, ids].float(), 5e-3, "output")
-        at = held.sequences[held.terminal]
-        close(out[1][held.terminal], last[at], 5e-3, "final states")
-        for i, (got, want) in enumerate(zip(out[2], wanted, strict=True)):
-            want = want if i in shared else want[:, ids]
-            close(got.float(), want.float(), 2e-2, f"gradient {i}")
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_captured_call_replays_other_layouts(alone, family, pieces):
+    """On one GPU: forward and backward in one CUDA graph, pieces of documents on one rank."""
+    alone(family)
+    parallel.captured(family, 0, 1, dist.group.WORLD, pieces)

@@ -175,6 +175,20 @@ def test_compiles(arch, tmp_path):
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
+@pytest.mark.slow
+def test_benchmark_dry_run(tmp_path):
+    """The table's script runs to its end on a CPU, and its gates are met."""
+    done = subprocess.run(
+        [sys.executable, str(HERE.parent / "benchmarks" / "serving.py"), "--dry-run", "--out",
+         str(tmp_path / "table.txt")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    table = (tmp_path / "table.txt").read_text()
+    for row in ("decode gdn bfloat16", "several mamba2", "conv packed 64 backward", "conv decode"):
+        assert row in table
+
+
 # Options and errors -----------------------------------------------------------------------------
 
 
@@ -254,7 +268,7 @@ def test_the_operator_is_registered_well():
     options = decode._options("recurrent_gdn_decode", "gdn", "auto")
     packed, gate, beta, a_log, bias, pool, slots = args
     full = (packed, gate, beta, None, None, a_log, bias, None, None, pool, slots, None,
-            torch.zeros(1, 5, 4, 16), options)  # fmt: skip
+            torch.zeros(1, 5, 4, 16), None, options)  # fmt: skip
     op = torch.ops.lagraph.recurrent_decode.default
     torch.library.opcheck(op, full, test_utils=("test_schema", "test_faketensor"))
 

@@ -4,6 +4,7 @@ convention, and layers of the transformers package with our functions in place o
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import itertools
 import subprocess
@@ -155,14 +156,16 @@ def test_norm_in_kernel(name):
     assert relative_error(last, want[1]) < 1e-5
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-5), (F64, 1e-12)], ids=str)
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("name", [n for n in FAMILIES if FAMILIES[n] in ("gdn", "kda")])
-def test_strength_in_kernel(name, double):
-    x, _, _ = draw(FAMILIES[name], False)
+def test_strength_in_kernel(name, double, dtype, bound):
+    """Logits are not rounded on the way, fp64 ones neither."""
+    x, _, _ = draw(FAMILIES[name], False, dtype)
     x["beta"] = torch.randn_like(x["beta"])
     o, _ = call(name, x, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=double)
     given = x | {"beta": x["beta"].sigmoid() * (2 if double else 1)}
-    assert relative_error(o, truth(FAMILIES[name], given, None, None)[0]) < 1e-5
+    assert relative_error(o, truth(FAMILIES[name], given, None, None)[0]) < bound
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -241,7 +244,11 @@ OFF = {
     "safe without a bound": ({"use_gate_in_kernel": True, "safe_gate": True}, errors.RuleBroken,
                              "lower_bound"),
     "a short gate": ({"g": torch.zeros(B, T - 1, HV, K)}, errors.ShapeMismatch, "chunk_kda.g"),
-    "no tensor": ({"beta": 0.5}, errors.InvalidOption, "chunk_kda.beta"),
+    "no tensor": ({"beta": 0.5}, errors.DtypeMismatch, "chunk_kda.beta"),
+    "nothing": ({"beta": None}, errors.RuleBroken, "chunk_kda.beta"),
+    "a list of offsets": ({"cu_seqlens": [0, T]}, errors.DtypeMismatch, "chunk_kda.cu_seqlens"),
+    "a number for a state": ({"initial_state": 0.0}, errors.DtypeMismatch, "initial_state"),
+    "a float for a rate": ({"A_log": 1.0}, errors.DtypeMismatch, "chunk_kda.A_log"),
 }  # fmt: skip
 
 
@@ -536,7 +543,7 @@ def test_packed_sequences(name, counts):
 
 def functions(name):
     model = door.MODELS[name]
-    module = sys.modules[model.module]
+    module = importlib.import_module(model.module)
     return {at: getattr(module, at) for at in model.functions}
 
 
@@ -585,7 +592,7 @@ def test_an_unknown_model_is_refused():
 def test_a_version_without_the_functions_is_refused(monkeypatch):
     """Gone, or no longer called by the layer: in either case nothing is changed."""
     before = {name: functions(name) for name in MAKE}
-    module = sys.modules[door.MODELS["mamba2"].module]
+    module = importlib.import_module(door.MODELS["mamba2"].module)
     with monkeypatch.context() as change:
         change.delattr(module, "mamba2_chunk_scan")
         with pytest.raises(errors.MissingBackend, match=r"transformers \d.*mamba2_chunk_scan"):

@@ -40,10 +40,9 @@ class HeadDecay:
         self.total = sums[..., -1, None, None].to(dtype)
         self.entered = bounded_exp(sums.to(dtype))[..., None]
         self.left = bounded_exp((g @ after.to(g.dtype)).to(dtype))[..., None]
-        above = torch.zeros(after.shape, dtype=g.dtype, device=device)
-        above.masked_fill_(rows[:, None] < rows, -torch.inf)
-        gaps = torch.where(after, sums[..., :, None] - sums[..., None, :], above)
-        self.pairs = bounded_exp(gaps.to(dtype))
+        # Above the diagonal the exponents are positive, but bounded: the zeros there are exact.
+        gaps = (sums[..., :, None] - sums[..., None, :]).to(dtype)
+        self.pairs = bounded_exp(gaps).tril()
 
     def scores(self, b: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See the module."""

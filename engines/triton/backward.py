@@ -29,13 +29,13 @@ from lagraph.engines.triton.kernels.gradient import (
 )
 from lagraph.engines.triton.kernels.reduce import fold_kernel, total_kernel
 from lagraph.engines.triton.kernels.reverse import reverse_kernel
-from lagraph.engines.triton.kernels.scan import span_decay_kernel
 from lagraph.engines.triton.kernels.states import states_kernel
-from lagraph.engines.triton.launch import ALIGN, Scratch, _Plan, _strides
+from lagraph.engines.triton.launch import Launch, Layout, Ports, Scratch, _Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lagraph.engines.triton.launch import Call
     from lagraph.problem import Problem
 
 __all__ = ["BackwardPlan", "SummaryBackwardPlan"]
@@ -93,110 +93,87 @@ class _BackPlan(_Plan):
         super().__init__(replace(problem, options=options), knobs)
         self.every = every
         self.erase_key = problem.traits.erase == "key"
+        # What the serial passes read of a head's strengths where no row factors hold them.
+        self.strength = "beta" if self.key_gate and not self.erase_key else ""
         self.norm = bool(getattr(options, "use_qk_l2norm", False))
         self.activation = {
             "SIGMOID": bool(getattr(options, "use_beta_sigmoid", False)),
             "DOUBLE": bool(getattr(options, "allow_neg_eigval", False)),
         }
-        # Arrays with a row per token: elements a token.
-        self.rows: list[Scratch] = []
-
-    def workspace_size(self, T: int, N: int) -> int:
-        slots = self.slots(T, N)
-        total = sum(item.nbytes(slots) for item in self.scratch)
-        return total + sum(item.nbytes(T) for item in self.rows)
-
-    def carve_all(self, workspace: torch.Tensor | None, T: int, N: int, like: torch.Tensor) -> Any:
-        if workspace is None:
-            size = self.workspace_size(T, N)
-            workspace = torch.empty(size, dtype=torch.uint8, device=like.device)
-        slots = self.slots(T, N)
-        views, at = {}, 0
-        for items, count in ((self.scratch, slots), (self.rows, T)):
-            for item in items:
-                size = count * item.elements * item.dtype.itemsize
-                views[item.name] = workspace[at : at + size].view(item.dtype)
-                at += -(-size // ALIGN) * ALIGN
-        return views
 
     def reverse(
-        self,
-        x: dict[str, Any],
-        ws: dict[str, Any],
-        T: int,
-        N: int,
-        first: torch.Tensor | None,
-        *,
-        identity: bool = False,
-        states: torch.Tensor | None = None,
-        values: torch.Tensor | None = None,
+        self, call: Call, first: str, *, identity: bool = False, states: str = "", values: str = ""
     ) -> None:
         """The serial pass back, writing the gradient of the first state; with `identity` that is
         the transposed transition."""
-        config = self.config
-        q, k, e, beta, cu = x["q"], x["k"], None, x.get("beta"), x["cu_seqlens"]
-        s_kt, s_ks, s_kh = (0, 0, 0) if self.key_gate else self.steps(k, 3)
-        s_qt, s_qh = (0, 0) if self.key_gate else (q.stride(0), q.stride(1))
-        if self.key_gate:
-            q, k, e = ws["query"], ws["key"], ws["erase"]
-        dout, z = (None, None) if identity else (x["dO"], x.get("z"))
-        last = None if identity else x.get("d_final_state")
         width = self.K if identity else self.V
-        block_v = min(config.block_v, width)
-        s_beta = (0, 0, 0) if self.erase_key else self.steps(beta, 2)
-        reverse_kernel[(N * self.HO * (width // block_v),)](
-            q, k, e, beta, ws.get("rows"), ws.get("decay"), ws.get("inverse"), ws["scores"],
-            dout, z, last, states, values, first, cu, N, T, cu.stride(0),
-            s_qt, s_qh, s_kt, s_ks, s_kh, *s_beta, *_strides(2, dout), *_strides(2, z),
-            *_strides(3, last), *_strides(3, first),
-            V=width, NS=self.substeps, K=self.K, C=config.chunk, CQ=config.queries, BV=block_v,
-            **self.heads, KEY_GATE=self.key_gate, DELTA=self.delta, ERASE_KEY=self.erase_key,
-            IDENTITY=identity, **self.activation, PREC=config.precision,
-            num_warps=config.scan_warps, num_stages=config.scan_stages,
-            maxnreg=config.serial_registers,
+        programs = call.env["N"] * self.HO * (width // min(self.config.block_v, width))
+        self.launch(call, programs, "reverse", first, identity, states, values)
+
+    def _reverse_launch(
+        self, at: Layout, first: str, identity: bool, states: str, values: str
+    ) -> Launch:
+        config, beta = self.config, self.strength
+        q, k, e, s_q, s_k = "q", self.key, "", at.lead(2, "q"), at.steps(self.key, 3)
+        if self.key_gate:
+            q, k, e, s_q, s_k = "@query", "@key", "@erase", (0, 0), (0, 0, 0)
+        dout, z, last = ("", "", "") if identity else ("dO", "z", "d_final_state")
+        width = self.K if identity else self.V
+        names = (
+            q, k, e, beta, "@rows", "@decay", "@inverse", "@scores", dout, z, last, states,
+            values, first, "cu_seqlens", "T",
         )  # fmt: skip
+        statics = (
+            *at.lead(1, "cu_seqlens"), *s_q, *s_k, *at.lead(2, beta), *at.lead(2, dout),
+            *at.lead(2, z), *at.lead(3, last), *at.lead(3, first),
+        )  # fmt: skip
+        constants = {
+            "V": width, "NS": self.substeps, "K": self.K, "C": config.chunk,
+            "CQ": config.queries, "BV": min(config.block_v, width), **self.heads,
+            "KEY_GATE": self.key_gate, "DELTA": self.delta, "ERASE_KEY": self.erase_key,
+            "IDENTITY": identity, **self.activation, "SPLIT": self.split,
+            "PREC": config.precision,
+            "num_warps": config.scan_warps, "num_stages": config.scan_stages,
+            "maxnreg": config.serial_registers,
+        }  # fmt: skip
+        return reverse_kernel, names, statics, constants
 
 
 class SummaryBackwardPlan(_BackPlan):
     """Factors, the reverse pass without writes, and its transition."""
 
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
-        x = self.inputs(ins)
-        y = dict(zip(self.problem.outputs, outs, strict=True))
-        T, N = x["g"].shape[0], x["cu_seqlens"].shape[0] - 1
-        if N == 0:
+        call = self.begin(ins, outs, workspace)
+        if call is None:
             return
-        if x.get("k") is None:  # Mamba-2's keys do not matter to it
-            x["k"] = x["q"]
-        ws = self.carve_all(workspace, T, N, x["g"])
-        self.factor(x, ws, self.slots(T, N), T, N)
-        self.reverse(x, ws, T, N, y["d_initial_state"])
-        transition, cu = y.get("transition"), x["cu_seqlens"]
-        if transition is None:
+        self.factor(call)
+        self.reverse(call, "d_initial_state")
+        if not call.layout.has("transition"):
             return
         if self.delta:
-            self.reverse(x, ws, T, N, transition, identity=True)
+            self.reverse(call, "transition", identity=True)
         else:
-            span_decay_kernel[(N * self.HO,)](
-                ws["rows"], cu, transition, N, T, cu.stride(0),
-                HO=self.HO, NS=self.substeps, C=self.config.chunk,
-            )  # fmt: skip
+            self.launch(call, call.env["N"] * self.HO, "span_decay")
 
 
 class BackwardPlan(_BackPlan):
     """All gradients of a node."""
+
+    splits = True
 
     def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
         super().__init__(problem, knobs)
         self.tiles = choose(problem, knobs)
         size, n, c = problem.sizes, self.substeps, self.config.chunk
         self.HV = size.get("HV", self.HO)
+        # Whether operands are in two parts, for every launch over chunks.
+        self.shares = ((False,), (True,), (False, True))[self.split]
         heads, io = self.HO, self.io
         self.scratch.append(Scratch("states", heads * self.V * self.K, io))
         self.scratch.append(Scratch("dstates", heads * self.V * self.K, io))
         if self.delta:
-            self.scratch.append(Scratch("values", heads * c * self.V, io))
-        self.scratch.append(Scratch("dvalues", heads * c * self.V, io))
+            self.scratch.append(Scratch("values", self.parts * heads * c * self.V, io))
+        self.scratch.append(Scratch("dvalues", self.parts * heads * c * self.V, io))
         # Partial sums a chunk: one, or one a K-block.
         self.partials = self.K // self.tiles.block_k if self.key_gate else 1
         if self.key_gate:
@@ -218,10 +195,16 @@ class BackwardPlan(_BackPlan):
         ):
             if norm or count != heads:
                 self.folds.append((out, of, count, dim, subs, norm))
-                self.rows.append(Scratch(out, subs * heads * dim, io))
-        self.make_pre = problem.has("z") and not problem.has("O_pre")
-        if self.make_pre:
-            self.rows.append(Scratch("O_pre", heads * self.V, io))
+                self._stand_in(out, subs, dim)
+        self.made_pre = problem.has("z") and not problem.has("O_pre")
+        if self.made_pre:
+            self._stand_in("O_pre", 1, self.V)
+        self.at_dout, self.at_query = self.names.index("dO"), self.names.index("q")
+
+    def _stand_in(self, name: str, subs: int, dim: int) -> None:
+        """Scratch [T * subs, HO, dim] in the place of a tensor."""
+        self.scratch.append(Scratch(name, subs * self.HO * dim, self.io, "T"))
+        self.scratch_strides[f"@{name}"] = (self.HO * dim, dim, 1)
 
     def _rows(self, name: str) -> int:
         """Rows of partial sums a chunk of a parameter."""
@@ -234,138 +217,193 @@ class BackwardPlan(_BackPlan):
         return self.V if name == "dD" and self.problem.ranks.get("d") == 2 else 1
 
     def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
-        x = self.inputs(ins)
-        y = dict(zip(self.problem.outputs, outs, strict=True))
-        T, N = x["g"].shape[0], x["cu_seqlens"].shape[0] - 1
-        if N == 0:
-            for name in self.parameters:
-                if y[name] is not None:
-                    y[name].zero_()
+        if ins[self.at_dout] is None:
+            ins = list(ins)
+            q: Any = ins[self.at_query]
+            ins[self.at_dout] = q.new_zeros(q.shape[0], self.HO, self.V)
+        call = self.begin(ins, outs, workspace)
+        if call is None:
+            for name, out in zip(self.problem.outputs, outs, strict=True):
+                if out is not None and name in self.parameters:
+                    out.zero_()
             return
-        if x["dO"] is None:
-            x["dO"] = x["q"].new_zeros(T, self.HO, self.V)
-        slots = self.slots(T, N)
-        ws = self.carve_all(workspace, T, N, x["g"])
-        self.factor(x, ws, slots, T, N)
-        self.states(x, ws, T, N)
-        if self.make_pre:
-            x["O_pre"] = ws["O_pre"].view(T, self.HO, self.V)
-            self.scan({**x, "z": None}, ws, T, N, out=x["O_pre"])
-        self.reverse(
-            x, ws, T, N, y.get("d_initial_state"), states=ws["dstates"], values=ws["dvalues"]
-        )
-        parts = dict(y)
-        for out, _, _, dim, subs, _ in self.folds:
-            parts[out] = ws[out].view(T * subs, self.HO, dim)
-        parts |= {name: ws[name] if y[name] is not None else None for name in self.parameters}
-        (self.gradient_key if self.key_gate else self.gradient_head)(x, ws, parts, slots, T, N)
-        for out, of, count, dim, subs, norm in self.folds:
-            self.fold_heads(parts[out], x[of], y[out], count, dim, subs, norm)
-        rows, columns = TOTAL_TILE
-        for name, elements in self.parameters.items():
-            if (total := y[name]) is not None:
-                total_kernel[(-(-elements // columns),)](
-                    ws[name], total, slots * self._rows(name), elements, B=columns, R=rows
-                )
-
-    def fold_heads(
-        self, part: Any, x: Any, out: Any, count: int, dim: int, subs: int, norm: bool
-    ) -> None:
-        rows = part.shape[0]
-        if rows == 0:
-            return
-        s_x = self.steps(x, 3) if subs > 1 else (x.stride(0), 0, x.stride(1))
-        s_out = self.steps(out, 3) if subs > 1 else (out.stride(0), 0, out.stride(1))
-        fold_kernel[(-(-rows // FOLD_ROWS) * count,)](
-            part, x, out, rows, *s_x, *s_out,
-            HX=count, HO=self.HO, D=dim, NS=subs, R=FOLD_ROWS, NORM=norm, num_warps=4,
-        )  # fmt: skip
-
-    def states(self, x: dict[str, Any], ws: dict[str, Any], T: int, N: int) -> None:
-        config = self.config
-        k, e, v, w, beta, cu = x["k"], None, x["v"], x.get("w"), x.get("beta"), x["cu_seqlens"]
-        s_k = (0, 0, 0) if self.key_gate else self.steps(k, 3)
+        env, layout = call.env, call.layout
+        slots = env["slots"]
+        self.factor(call)
+        self.states(call)
+        if self.made_pre:
+            self.scan(call, Ports(out="@O_pre"))
+        self.reverse(call, "d_initial_state", states="@dstates", values="@dvalues")
         if self.key_gate:
-            k, e = ws["key"], ws["erase"]
-        h0, rows = x.get("initial_state"), x.get("state_checkpoints")
-        every = self.every
-        if rows is not None and not (every and every % config.chunk == 0 and rows.is_contiguous()):
-            rows = None
-        spans = N if rows is None else T * self.substeps // every + N
-        block_v = min(config.block_v, self.V)
-        s_beta = (0, 0, 0) if self.erase_key else self.steps(beta, 2)
-        states_kernel[(spans * self.HO * (self.V // block_v),)](
-            k, e, v, w, beta, ws.get("rows"), ws.get("decay"), ws.get("inverse"), h0, rows,
-            ws["states"], ws.get("values"), cu, N, T, cu.stride(0),
-            *s_k, *self.steps(v, 3), *_strides(2, w), *s_beta, *_strides(3, h0),
-            HK=self.heads["HK"], HV=self.HV, HO=self.HO, K=self.K, V=self.V, NS=self.substeps,
-            C=config.chunk, BV=block_v, KEY_GATE=self.key_gate, DELTA=self.delta,
-            ERASE_KEY=self.erase_key, **self.activation, EVERY=every if rows is not None else 1,
-            PREC=config.precision, num_warps=config.scan_warps, num_stages=config.scan_stages,
-            maxnreg=config.serial_registers,
-        )  # fmt: skip
+            self.gradient_key(call)
+        else:
+            for part in self.shares:
+                self.launch(call, slots * self.HO, "gradient_head", part)
+        for fold in self.folds:
+            _, _, count, _, subs, _ = fold
+            env["rows"] = rows = env["T"] * subs
+            if rows:
+                self.launch(call, -(-rows // FOLD_ROWS) * count, "fold", *fold)
+        for name, elements in self.parameters.items():
+            if layout.has(name):
+                env["rows"] = slots * self._rows(name)
+                self.launch(call, -(-elements // TOTAL_TILE[1]), "total", name, elements)
 
-    def gradient_head(
-        self, x: dict[str, Any], ws: dict[str, Any], y: dict[str, Any], slots: int, T: int, N: int
-    ) -> None:
+    def _fold_launch(
+        self, at: Layout, out: str, of: str, count: int, dim: int, subs: int, norm: bool
+    ) -> Launch:
+        def strides(name: str) -> tuple[int, ...]:
+            if subs > 1:
+                return at.steps(name, 3)
+            row, head = at.lead(2, name)
+            return row, 0, head
+
+        constants = {
+            "HX": count, "HO": self.HO, "D": dim, "NS": subs, "R": FOLD_ROWS, "NORM": norm,
+            "num_warps": 4,
+        }  # fmt: skip
+        return fold_kernel, (f"@{out}", of, out, "rows"), strides(of) + strides(out), constants
+
+    def _total_launch(self, at: Layout, name: str, elements: int) -> Launch:
+        rows, columns = TOTAL_TILE
+        return total_kernel, (f"@{name}", name, "rows"), (elements,), {"B": columns, "R": rows}
+
+    def part(self, at: Layout, name: str) -> str:
+        """Where the gradient kernels write an output or, of a parameter, its partial sums."""
+        if name in self.parameters:
+            return f"@{name}" if at.has(name) else ""
+        return f"@{name}" if at.has(f"@{name}") else name
+
+    def states(self, call: Call) -> None:
+        rows = self._dense_rows(call.layout)
+        spans = call.env["N"]
+        if rows:
+            spans += call.env["T"] * self.substeps // self.every
+        block_v = min(self.config.block_v, self.V)
+        self.launch(call, spans * self.HO * (self.V // block_v), "states", rows)
+
+    def _dense_rows(self, at: Layout) -> bool:
+        """Whether checkpoints may be read: on chunks' edges, and without gaps."""
+        if not self.every or self.every % self.config.chunk or not at.has("state_checkpoints"):
+            return False
+        head = self.V * self.K
+        return at.strides["state_checkpoints"] == (self.HO * head, head, self.K, 1)
+
+    def _states_launch(self, at: Layout, rows: bool) -> Launch:
+        config, beta = self.config, self.strength
+        k, e, s_k = self.key, "", at.steps(self.key, 3)
+        if self.key_gate:
+            k, e, s_k = "@key", "@erase", (0, 0, 0)
+        names = (
+            k, e, "v", "w", beta, "@rows", "@decay", "@inverse", "initial_state",
+            "state_checkpoints" if rows else "", "@states", "@values", "cu_seqlens", "N", "T",
+        )  # fmt: skip
+        statics = (
+            *at.lead(1, "cu_seqlens"), *s_k, *at.steps("v", 3), *at.lead(2, "w"),
+            *at.lead(2, beta), *at.lead(3, "initial_state"),
+        )  # fmt: skip
+        constants = {
+            "HK": self.heads["HK"], "HV": self.HV, "HO": self.HO, "K": self.K, "V": self.V,
+            "NS": self.substeps, "C": config.chunk, "BV": min(config.block_v, self.V),
+            "KEY_GATE": self.key_gate, "DELTA": self.delta, "ERASE_KEY": self.erase_key,
+            **self.activation, "EVERY": self.every if rows else 1, "SPLIT": self.split,
+            "PREC": config.precision,
+            "num_warps": config.scan_warps, "num_stages": config.scan_stages,
+            "maxnreg": config.serial_registers,
+        }  # fmt: skip
+        return states_kernel, names, statics, constants
+
+    def _gradient_head_launch(self, at: Layout, part: bool) -> Launch:
         config, tiles, options = self.config, self.tiles, self.problem.options
-        q, k, v, g, beta, d, z = (x.get(name) for name in ("q", "k", "v", "g", "beta", "d", "z"))
-        pre, dout, cu = x.get("O_pre") if z is not None else None, x["dO"], x["cu_seqlens"]
-        wide_d = d is not None and d.dim() == 2
-        s_d = (0, 0) if d is None else (d.stride(0), d.stride(1) if wide_d else 0)
-        partial_d = ws.get("dD")  # written whenever there is a D
-        gradient_head_kernel[(slots * self.HO,)](
-            q, k, v, g, beta, x.get("a_log"), x.get("dt_bias"), x.get("a"), d, z, pre, dout,
-            ws["rows"], ws["scores"], ws.get("inverse"),
-            ws.get("values"), ws["dvalues"], ws["states"], ws["dstates"],
-            y["dQ"], y["dK"], y["dV"], y["dG"], y.get("dBeta"), y.get("dZ"),
-            y.get("d_a_log"), y.get("d_dt_bias"), y.get("dA"), partial_d, cu,
-            N, T, self.scale, self.lower, self.dt_min, self.dt_max, cu.stride(0),
-            *_strides(2, q), *self.steps(k, 3), *self.steps(v, 3), *_strides(2, g),
-            *self.steps(beta, 2), *s_d, *_strides(2, z), *_strides(2, pre), *_strides(2, dout),
-            *_strides(2, y["dQ"]), *self.steps(y["dK"], 3), *self.steps(y["dV"], 3),
-            *_strides(2, y["dG"]), *self.steps(y.get("dBeta"), 2), *_strides(2, y.get("dZ")),
-            HV=self.HV, K=self.K, V=self.V, NS=self.substeps, C=config.chunk, CQ=config.queries,
-            **self.heads, BK=tiles.block_k, BV=tiles.block_v, GATE=self.gate_kind,
-            DELTA=self.delta, NORM=self.norm, **self.activation,
-            SOFTPLUS=bool(getattr(options, "dt_softplus", False)), D_CHANNEL=wide_d,
-            PREC=config.precision, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=tiles.registers,
+        pre = "" if not at.has("z") else "@O_pre" if self.made_pre else "O_pre"
+        dq, dk, dv = (self.part(at, name) for name in ("dQ", "dK", "dV"))
+        names = (
+            "q", "k", "v", "g", "beta", "a_log", "dt_bias", "a", "d", "z", pre, "dO", "@rows",
+            "@scores", "@inverse", "@values", "@dvalues", "@states", "@dstates", dq, dk, dv, "dG",
+            "dBeta", "dZ", self.part(at, "d_a_log"), self.part(at, "d_dt_bias"),
+            self.part(at, "dA"), "@dD",  # the last is written whenever there is a D
+            "cu_seqlens", "N", "T",
         )  # fmt: skip
+        statics = (
+            self.scale, self.lower, self.dt_min, self.dt_max, *at.lead(1, "cu_seqlens"),
+            *at.lead(2, "q"), *at.steps("k", 3), *at.steps("v", 3), *at.lead(2, "g"),
+            *at.steps("beta", 2), *at.skip("d"), *at.lead(2, "z"), *at.lead(2, pre),
+            *at.lead(2, "dO"), *at.lead(2, dq), *at.steps(dk, 3), *at.steps(dv, 3),
+            *at.lead(2, "dG"), *at.steps("dBeta", 2), *at.lead(2, "dZ"),
+        )  # fmt: skip
+        constants = {
+            "HV": self.HV, "K": self.K, "V": self.V, "NS": self.substeps, "C": config.chunk,
+            "CQ": config.queries, **self.heads, "BK": tiles.block_k, "BV": tiles.block_v,
+            "GATE": self.gate_kind, "DELTA": self.delta, "NORM": self.norm, **self.activation,
+            "SOFTPLUS": bool(getattr(options, "dt_softplus", False)),
+            "D_CHANNEL": at.has("d") and len(at.strides["d"]) == 2, "SPLIT": self.split,
+            "PART": part, "PREC": config.precision,
+            "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers,
+        }  # fmt: skip
+        return gradient_head_kernel, names, statics, constants
 
-    def gradient_key(
-        self, x: dict[str, Any], ws: dict[str, Any], y: dict[str, Any], slots: int, T: int, N: int
-    ) -> None:
-        config, tiles = self.config, self.tiles
-        q, k, v, w, g, beta = (x.get(name) for name in ("q", "k", "v", "w", "g", "beta"))
-        dout, cu, grid = x["dO"], x["cu_seqlens"], slots * self.HO
-        shape = {"HO": self.HO, "C": config.chunk, **self.activation}
-        tall = {"HV": self.HV, "V": self.V, "BV": tiles.block_v, "ERASE_KEY": self.erase_key}
-        products_key_kernel[(grid,)](
-            v, w, beta, dout, ws["scores"], ws["inverse"], ws["values"], ws["dvalues"],
-            y["dV"], y.get("dW"), ws["sums"], cu, N, T, cu.stride(0),
-            *_strides(2, v), *_strides(2, w), *_strides(2, beta), *_strides(2, dout),
-            *_strides(2, y["dV"]), *_strides(2, y.get("dW")),
-            **shape, **tall, PREC=config.precision, num_warps=4, num_stages=tiles.stages,
-        )  # fmt: skip
-        gradient_key_kernel[(grid * self.partials,)](
-            q, k, v, g, beta, x.get("a_log"), x.get("dt_bias"), dout,
-            ws["gates"], ws["scores"], ws["inverse"], ws["values"], ws["dvalues"],
-            ws["states"], ws["dstates"], ws["sums"], y["dQ"], y["dK"], y["dG"], y["dBeta"],
-            ws.get("erased"), y.get("d_a_log"), y.get("d_dt_bias"), cu, N, T,
-            self.scale, self.lower, cu.stride(0),
-            *_strides(2, q), *_strides(2, k), *_strides(2, v), *_strides(2, g),
-            *_strides(2, beta), *_strides(2, dout), *_strides(2, y["dQ"]), *_strides(2, y["dK"]),
-            *_strides(2, y["dG"]), *_strides(2, y["dBeta"]),
-            H=self.heads["H"], HK=self.heads["HK"], K=self.K, BK=tiles.block_k,
-            **shape, **tall, GATE=self.gate_kind,
-            GUARD=bool(getattr(self.problem.options, "beta_guard", False)), NORM=self.norm,
-            PREC=config.precision, num_warps=tiles.warps, num_stages=tiles.stages,
-            maxnreg=tiles.registers,
-        )  # fmt: skip
+    def gradient_key(self, call: Call) -> None:
+        programs = call.env["slots"] * self.HO
+        for part in self.shares:
+            self.launch(call, programs, "products_key", part)
+        for part in self.shares:
+            self.launch(call, programs * self.partials, "gradient_key", part)
         if not self.erase_key:
-            beta_key_kernel[(grid,)](
-                beta, ws["sums"], ws["erased"], y["dBeta"], cu, N, T, cu.stride(0),
-                *_strides(2, beta), *_strides(2, y["dBeta"]),
-                NK=self.partials, **shape, num_warps=1,
-            )  # fmt: skip
+            self.launch(call, programs, "beta_key")
+
+    def _products_key_launch(self, at: Layout, part: bool) -> Launch:
+        dv = self.part(at, "dV")
+        names = (
+            "v", "w", "beta", "dO", "@scores", "@inverse", "@values", "@dvalues", dv, "dW",
+            "@sums", "cu_seqlens", "N", "T",
+        )  # fmt: skip
+        tensors = ("v", "w", "beta", "dO", dv, "dW")
+        statics = at.lead(1, "cu_seqlens") + self._leads(at, tensors)
+        constants = {
+            **self._tall, "SPLIT": self.split, "PART": part,
+            "PREC": self.config.precision, "num_warps": 4,
+            "num_stages": self.tiles.stages,
+        }  # fmt: skip
+        return products_key_kernel, names, statics, constants
+
+    def _gradient_key_launch(self, at: Layout, part: bool) -> Launch:
+        tiles, (dq, dk) = self.tiles, (self.part(at, name) for name in ("dQ", "dK"))
+        names = (
+            "q", "k", "v", "g", "beta", "a_log", "dt_bias", "dO", "@gates", "@scores", "@inverse",
+            "@values", "@dvalues", "@states", "@dstates", "@sums", dq, dk, "dG", "dBeta",
+            "@erased", self.part(at, "d_a_log"), self.part(at, "d_dt_bias"), "cu_seqlens",
+            "N", "T",
+        )  # fmt: skip
+        tensors = ("q", "k", "v", "g", "beta", "dO", dq, dk, "dG", "dBeta")
+        statics = (
+            self.scale, self.lower, *at.lead(1, "cu_seqlens"), *self._leads(at, tensors)
+        )  # fmt: skip
+        constants = {
+            "H": self.heads["H"], "HK": self.heads["HK"], "K": self.K, "BK": tiles.block_k,
+            **self._tall, "GATE": self.gate_kind,
+            "GUARD": bool(getattr(self.problem.options, "beta_guard", False)), "NORM": self.norm,
+            "SPLIT": self.split, "PART": part, "PREC": self.config.precision,
+            "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers,
+        }  # fmt: skip
+        return gradient_key_kernel, names, statics, constants
+
+    def _beta_key_launch(self, at: Layout) -> Launch:
+        names = "beta", "@sums", "@erased", "dBeta", "cu_seqlens", "N", "T"
+        statics = at.lead(1, "cu_seqlens") + self._leads(at, ("beta", "dBeta"))
+        constants = {"NK": self.partials, **self._shape, "num_warps": 1}
+        return beta_key_kernel, names, statics, constants
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """Constants that the kernels of a per-key gate share."""
+        return {"HO": self.HO, "C": self.config.chunk, **self.activation}
+
+    @property
+    def _tall(self) -> dict[str, Any]:
+        tall = {"HV": self.HV, "V": self.V, "BV": self.tiles.block_v, "ERASE_KEY": self.erase_key}
+        return self._shape | tall
+
+    @staticmethod
+    def _leads(at: Layout, names: Sequence[str]) -> tuple[int, ...]:
+        """Strides of token and head of each."""
+        return tuple(stride for name in names for stride in at.lead(2, name))

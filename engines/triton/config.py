@@ -44,6 +44,8 @@ class Config:
     few, many: the forward's serial pass where few slices of the state leave SMs idle, and where
     they fill them. link_stages: of the kernel that carries states over segments.
     serial_registers: a limit named, since the assembler, where a state spills, may choose 32.
+    split: whether 16-bit products around the inverse are in two parts: 0 never, 1 always, 2 where
+    a chunk's inverse is large.
     precision: how fp32 operands are multiplied.
     """
 
@@ -61,6 +63,7 @@ class Config:
     many: Tile
     link_stages: int
     serial_registers: int | None
+    split: int
     precision: str
 
 
@@ -75,6 +78,21 @@ def _share(problem: Problem, most: int) -> int:
         return 1
     group = size["HO"] // max(size.get("H", 1), size["HK"])
     return min(group & -group, most)
+
+
+def _split(problem: Problem, knobs: Mapping[str, int | str]) -> int:
+    """Only reflections (beta near 2) along keys that repeat need it."""
+    if not problem.traits.delta or problem.io_dtype.itemsize != 2:
+        return 0
+    reflects = getattr(problem.options, "allow_neg_eigval", False)
+    return int(knobs.get("split", 2 if reflects else 0))
+
+
+def _full_precision() -> str:
+    """Three passes of tf32 lose two bits of fp32; six of bf16, which take as long, none."""
+    from triton import knobs  # schedules are chosen without it
+
+    return "ieee" if knobs.runtime.interpret else "bf16x6"  # which the interpreter does not know
 
 
 def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
@@ -106,7 +124,10 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     factor_warps = 4
     if not wide and chunk <= 32:
         factor_warps = 1 if key_gate else 2
-    block_v = min(size["V"], int(knobs.get("block_v", 16 if wide else 64)))
+    split = _split(problem, knobs)
+    # Products in two parts there spill a wider slice.
+    block_v = 16 if wide else 32 if split and no_wgmma else 64
+    block_v = min(size["V"], int(knobs.get("block_v", block_v)))
     scan_warps = int(knobs.get("scan_warps", 8 if wide or large or no_wgmma else 4))
     scan_stages = int(knobs.get("scan_stages", 1 if wide else 2))
     few = many = (block_v, scan_warps, scan_stages)
@@ -138,8 +159,9 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         few=tiles[0],
         many=tiles[1],
         link_stages=2 if small_shared else 3,
-        serial_registers=255 if large else None,
-        precision=str(knobs.get("precision", "tf32x3")),
+        serial_registers=255 if large or (split and no_wgmma) else None,
+        split=split,
+        precision=str(knobs.get("precision", _full_precision() if wide else "tf32x3")),
     )
 
 
@@ -167,8 +189,7 @@ def _tile(
     values = block_v * (2 if traits.write == "value" else 1)
     tiles = chunk * (size["K"] * (2 if key_gate else 1) + values) + queries * (size["K"] + chunk)
     if traits.delta:
-        split = knobs.get("split", getattr(problem.options, "allow_neg_eigval", False))
-        tiles += chunk * chunk * (2 if split and io == 2 else 1)
+        tiles += chunk * chunk
     total = SM_SHARED["small" if arch in SMALL_SHARED else 90 if arch >= 90 else 80]
     while stages > 2 and stages * tiles * io + MARGIN > total - KB:
         stages -= 1

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 
+from lagraph.engines.triton.bound import Launcher
 from lagraph.engines.triton.kernels.conv import (
     conv_backward_kernel,
     conv_kernel,
@@ -23,9 +23,20 @@ from lagraph.engines.triton.kernels.conv import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SILU", "Schedule", "advance", "backward", "forward", "schedule"]
+__all__ = [
+    "SILU",
+    "Schedule",
+    "advance",
+    "backward",
+    "device_of",
+    "forward",
+    "power_of_2",
+    "schedule",
+]
 
 SILU = (silu, silu_slope)
+_FORWARD, _BACKWARD = Launcher(conv_kernel), Launcher(conv_backward_kernel)
+_WEIGHT = Launcher(conv_weight_kernel)
 # Chunks are as long as leaves this many programs.
 PROGRAMS = 2048
 
@@ -62,7 +73,12 @@ def _rows(plan: Schedule, work: int, most: int) -> int:
     """Rows of a chunk: as many as leave PROGRAMS programs, between GROUP and `most`."""
     if plan.rows:
         return plan.rows
-    return triton.next_power_of_2(max(min(work // PROGRAMS, most), GROUP))
+    return power_of_2(max(min(work // PROGRAMS, most), GROUP))
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two from n on; Triton's own costs as much as a launch."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def device_of(x: torch.Tensor) -> Any:
@@ -74,12 +90,13 @@ def device_of(x: torch.Tensor) -> Any:
 
 def _block(plan: Schedule, channels: int) -> tuple[int, int]:
     """Channels and warps of a program; not more than there are."""
-    block = min(plan.threads * plan.channels, max(triton.next_power_of_2(channels), 16))
+    block = min(plan.threads * plan.channels, max(power_of_2(channels), 16))
     return block, max(min(plan.threads, block // plan.channels) // 32, 1)
 
 
-def _strides(x: torch.Tensor | None, *at: int) -> tuple[int, ...]:
-    return tuple(0 if x is None else x.stride(i) for i in at)
+def _lead(count: int, x: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of the leading axes, zeros for an absent tensor."""
+    return (0,) * count if x is None else x.stride()[:count]
 
 
 def _launch(
@@ -102,14 +119,14 @@ def _launch(
     if W == 1:
         history = final = None
     with device_of(x):
-        conv_kernel[(slots * blocks,)](
-            x, weight, y, cu, history, index, has, final,
-            N, T, history.shape[0] if history is not None else 0, per, rows,
-            *_strides(x, 0, 1), *_strides(weight, 0, 1), *_strides(cu, 0),
-            *_strides(history, 0, 1), *_strides(index, 0), *_strides(has, 0),
-            *_strides(final, 0, 1),
-            C=C, W=W, BC=block, R=min(rows, GROUP), ACT=None if act is None else act[0],
-            num_warps=warps,
+        _FORWARD(
+            slots * blocks,
+            (x, weight, y, cu, history, index, has, final),
+            (N, T, history.shape[0] if history is not None else 0, per, rows),
+            (*_lead(2, x), *_lead(2, weight), *_lead(1, cu), *_lead(2, history), *_lead(1, index),
+             *_lead(1, has), *_lead(2, final)),
+            {"C": C, "W": W, "BC": block, "R": min(rows, GROUP),
+             "ACT": None if act is None else act[0], "num_warps": warps},
         )  # fmt: skip
 
 
@@ -164,16 +181,17 @@ def backward(
     if dw is not None:
         parts = torch.empty((slots, W, C), dtype=torch.float32, device=x.device)
     with device_of(x):
-        conv_backward_kernel[(slots * blocks,)](
-            x, weight, dy, cu, history, d_final, dx, parts, dh, N, T, per, rows,
-            *_strides(x, 0, 1), *_strides(weight, 0, 1), *_strides(dy, 0, 1), *_strides(cu, 0),
-            *_strides(history, 0, 1), *_strides(d_final, 0, 1),
-            C=C, W=W, BC=block, R=GROUP, SLOPE=None if act is None else act[1],
-            num_warps=warps,
+        _BACKWARD(
+            slots * blocks,
+            (x, weight, dy, cu, history, d_final, dx, parts, dh),
+            (N, T, per, rows),
+            (*_lead(2, x), *_lead(2, weight), *_lead(2, dy), *_lead(1, cu), *_lead(2, history),
+             *_lead(2, d_final)),
+            {"C": C, "W": W, "BC": block, "R": GROUP, "SLOPE": None if act is None else act[1],
+             "num_warps": warps},
         )  # fmt: skip
         if dw is not None:
-            width = min(64, max(triton.next_power_of_2(C), 16))
-            conv_weight_kernel[(W * -(-C // width),)](
-                parts, dw, slots, C=C, W=W, B=width, R=32, num_warps=4
-            )
+            width = min(64, max(power_of_2(C), 16))
+            constants = {"C": C, "W": W, "B": width, "R": 32, "num_warps": 4}
+            _WEIGHT(W * -(-C // width), (parts, dw), (slots,), (), constants)
     return dx, dw, dh

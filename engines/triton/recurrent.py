@@ -9,9 +9,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
-from lagraph.engines.triton.conv import device_of
+from lagraph.engines.triton.bound import Launcher
+from lagraph.engines.triton.conv import device_of, power_of_2
 from lagraph.engines.triton.kernels.recurrent import decode_kernel, recurrent_kernel
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "recurrent_scan"]
 
+_SCAN, _DECODE = Launcher(recurrent_kernel), Launcher(decode_kernel)
 # Stands in for an unbounded dt_max: larger than any step, and exact in fp32.
 UNBOUNDED = 3.0e38
 # Elements of a state tile: of a scan's one warp, and of a decode program's four.
@@ -29,8 +30,9 @@ def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _strides(x: torch.Tensor | None, *at: int) -> tuple[int, ...]:
-    return tuple(0 if x is None else x.stride(i) for i in at)
+def _lead(start: int, stop: int, x: torch.Tensor | None) -> tuple[int, ...]:
+    """Strides of these axes, zeros for an absent tensor."""
+    return (0,) * (stop - start) if x is None else x.stride()[start:stop]
 
 
 def _skip(d: torch.Tensor | None) -> tuple[int, int]:
@@ -40,10 +42,10 @@ def _skip(d: torch.Tensor | None) -> tuple[int, int]:
 
 def _tile(K: int, V: int, elements: int, block_v: int | None) -> tuple[int, int]:
     """BK and BV of a tile with about this many elements."""
-    block_k = max(triton.next_power_of_2(K), 16)
+    block_k = max(power_of_2(K), 16)
     if block_v is None:
         block_v = max(elements // block_k, 4)
-    return block_k, min(block_v, triton.next_power_of_2(V))
+    return block_k, min(block_v, power_of_2(V))
 
 
 def recurrent_scan(
@@ -126,21 +128,23 @@ def recurrent_scan(
 
     beta_rank = 4 if traits.erase == "key" else 3
     with device_of(q):
-        recurrent_kernel[(N * HO * -(-V // block_v),)](
-            q, k, v, g, beta, w, _dense(a), d, z, _dense(a_log), _dense(dt_bias), cu_seqlens,
-            initial_state, state_indices, has_initial_state, out, final_state, states,
-            N, T, pool.shape[0] if pool is not None else 0,
-            K**-0.5 if scale is None and traits.delta else 1.0 if scale is None else float(scale),
-            float(lower), float(dt_min), UNBOUNDED if dt_max in (None, inf) else float(dt_max),
-            *_strides(cu_seqlens, 0), *_strides(state_indices, 0), *_strides(has_initial_state, 0),
-            *steps(q, 4), *steps(k, 4, True), *steps(v, 4, True), *steps(g, 3),
-            *steps(beta, beta_rank, True), *steps(w, 4), *steps(z, 4), *_skip(d),
-            *_strides(initial_state, 0), *_strides(final_state, 0),
-            H=H, HK=k.shape[-2], HV=v.shape[-2], HO=HO, K=K, V=V, NS=n, BK=block_k, BV=block_v,
-            PAD=first_slot, GATE=kind, KEY_GATE=traits.gate == "key", DELTA=traits.delta,
-            ERASE_KEY=traits.erase == "key", NORM=norm, SIGMOID=sigmoid, DOUBLE=double,
-            GUARD=guard, SOFTPLUS=dt_softplus,
-            num_warps=warps or max(block_k * block_v // SCAN_TILE, 1),
+        _SCAN(
+            N * HO * -(-V // block_v),
+            (q, k, v, g, beta, w, _dense(a), d, z, _dense(a_log), _dense(dt_bias), cu_seqlens,
+             initial_state, state_indices, has_initial_state, out, final_state, states),
+            (T, pool.shape[0] if pool is not None else 0),
+            (K**-0.5 if scale is None and traits.delta else 1.0 if scale is None else float(scale),
+             float(lower), float(dt_min), UNBOUNDED if dt_max in (None, inf) else float(dt_max),
+             *_lead(0, 1, cu_seqlens), *_lead(0, 1, state_indices), *_lead(0, 1, has_initial_state),
+             *steps(q, 4), *steps(k, 4, True), *steps(v, 4, True), *steps(g, 3),
+             *steps(beta, beta_rank, True), *steps(w, 4), *steps(z, 4), *_skip(d),
+             *_lead(0, 1, initial_state), *_lead(0, 1, final_state)),
+            {"H": H, "HK": k.shape[-2], "HV": v.shape[-2], "HO": HO, "K": K, "V": V, "NS": n,
+             "BK": block_k, "BV": block_v, "PAD": first_slot, "GATE": kind,
+             "KEY_GATE": traits.gate == "key", "DELTA": traits.delta,
+             "ERASE_KEY": traits.erase == "key", "NORM": norm, "SIGMOID": sigmoid,
+             "DOUBLE": double, "GUARD": guard, "SOFTPLUS": dt_softplus,
+             "num_warps": warps or max(block_k * block_v // SCAN_TILE, 1)},
         )  # fmt: skip
     return out
 
@@ -190,18 +194,21 @@ def decode(
         return
     block_k, block_v = _tile(K, V, DECODE_TILE, block_v)
     several = beta is not None and beta.dim() == 4 and traits.erase == "head"
-    s_b = _strides(beta, 1, 2, 3) if several else (*_strides(beta, 1), 0, *_strides(beta, 2))
+    s_b = _lead(1, 4, beta) if several else (*_lead(1, 2, beta), 0, *_lead(2, 3, beta))
     with device_of(packed):
-        decode_kernel[(N * HO * -(-V // block_v),)](
-            packed, g, beta, w, a, d, z, a_log, dt_bias, pool, state_indices, has_initial_state,
-            out, pool.shape[0], float(scale), float(lower), float(dt_min),
-            UNBOUNDED if dt_max in (None, inf) else float(dt_max),
-            packed.stride(0), *_strides(g, 1, 2), *s_b, *_strides(w, 1, 2), *_strides(z, 1, 2),
-            *_skip(d), pool.stride(0), *_strides(state_indices, 0),
-            *_strides(has_initial_state, 0),
-            HK=heads, HO=HO, K=K, V=V, NS=substeps, BK=block_k, BV=block_v, PAD=1,
-            GATE=gate if traits.delta else "ssd", KEY_GATE=traits.gate == "key",
-            DELTA=traits.delta, ERASE_KEY=traits.erase == "key", NORM=traits.delta,
-            SIGMOID=traits.delta, DOUBLE=double, GUARD=guard, SOFTPLUS=dt_softplus,
-            num_warps=warps or max(min(block_k * block_v // 1024, 8), 1),
+        _DECODE(
+            N * HO * -(-V // block_v),
+            (packed, g, beta, w, a, d, z, a_log, dt_bias, pool, state_indices, has_initial_state,
+             out),
+            (pool.shape[0],),
+            (float(scale), float(lower), float(dt_min),
+             UNBOUNDED if dt_max in (None, inf) else float(dt_max),
+             *_lead(0, 1, packed), *_lead(1, 3, g), *s_b, *_lead(1, 3, w), *_lead(1, 3, z),
+             *_skip(d), *_lead(0, 1, pool), *_lead(0, 1, state_indices),
+             *_lead(0, 1, has_initial_state)),
+            {"HK": heads, "HO": HO, "K": K, "V": V, "NS": substeps, "BK": block_k, "BV": block_v,
+             "PAD": 1, "GATE": gate if traits.delta else "ssd", "KEY_GATE": traits.gate == "key",
+             "DELTA": traits.delta, "ERASE_KEY": traits.erase == "key", "NORM": traits.delta,
+             "SIGMOID": traits.delta, "DOUBLE": double, "GUARD": guard, "SOFTPLUS": dt_softplus,
+             "num_warps": warps or max(min(block_k * block_v // 1024, 8), 1)},
         )  # fmt: skip

@@ -25,7 +25,7 @@ SUPPORT = SupportTable(
         "block_v": (16, 32, 64, 128),
         "share": (1, 2, 4, 8),
         "segment": (0, 4, 8, 16, 32, 64, 128, 256, 512),
-        "split": (0, 1),
+        "split": (0, 1, 2),
         "factor_warps": (1, 2, 4, 8),
         "factor_stages": (1, 2, 3),
         "factor_registers": (0, 128, 168),

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
-
 import torch
-import triton
 
+from lagraph.engines.triton.bound import Launcher
+from lagraph.engines.triton.conv import device_of, power_of_2
 from lagraph.engines.triton.kernels.transform import gate_backward_kernel, gate_kernel
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 __all__ = ["backward", "forward"]
 
@@ -20,10 +15,7 @@ TILE = 2048
 PARTS = 512
 
 
-def _device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    if x.is_cuda and torch.cuda.current_device() != x.device.index:
-        return torch.cuda.device(x.device)
-    return nullcontext()
+_FORWARD, _BACKWARD = Launcher(gate_kernel), Launcher(gate_backward_kernel)
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
@@ -36,7 +28,7 @@ def _shape(raw: torch.Tensor) -> tuple[int, int, int, int, int]:
     """Rows, columns, channels a head, and the tile."""
     channels = raw.shape[3] if raw.dim() == 4 else 1
     columns = raw.shape[2] * channels
-    wide = min(triton.next_power_of_2(columns), 256)
+    wide = min(power_of_2(columns), 256)
     return raw.shape[0] * raw.shape[1], columns, channels, TILE // wide, wide
 
 
@@ -48,11 +40,14 @@ def forward(
     rows, columns, channels, tall, wide = _shape(raw)
     if out.numel():
         x, strides = _rows(raw)
-        with _device_of(raw):
-            gate_kernel[(triton.cdiv(rows, tall) * triton.cdiv(columns, wide),)](
-                x, a_log.contiguous(), bias.contiguous(), out, rows, float(lower_bound or 0.0),
-                *strides, COLUMNS=columns, D=channels, BOUNDED=lower_bound is not None, BR=tall,
-                BC=wide, num_warps=4,
+        with device_of(raw):
+            _FORWARD(
+                -(-rows // tall) * -(-columns // wide),
+                (x, a_log.contiguous(), bias.contiguous(), out),
+                (rows,),
+                (float(lower_bound or 0.0), *strides),
+                {"COLUMNS": columns, "D": channels, "BOUNDED": lower_bound is not None,
+                 "BR": tall, "BC": wide, "num_warps": 4},
             )  # fmt: skip
     return out
 
@@ -69,14 +64,17 @@ def backward(
     rows, columns, channels, tall, wide = _shape(raw)
     if not d_raw.numel():
         return d_raw, torch.zeros_like(a_log), torch.zeros_like(bias)
-    parts = min(triton.cdiv(rows, tall), PARTS)
+    parts = min(-(-rows // tall), PARTS)
     sums = torch.empty((2, parts, columns), dtype=torch.float32, device=raw.device)
     (x, strides), (d, d_strides) = _rows(raw), _rows(d_out)
-    with _device_of(raw):
-        gate_backward_kernel[(parts * triton.cdiv(columns, wide),)](
-            x, a_log.contiguous(), bias.contiguous(), d, d_raw, sums[0], sums[1], rows,
-            float(lower_bound or 0.0), *strides, *d_strides, COLUMNS=columns, D=channels,
-            BOUNDED=lower_bound is not None, BR=tall, BC=wide, PARTS=parts, num_warps=4,
+    with device_of(raw):
+        _BACKWARD(
+            parts * -(-columns // wide),
+            (x, a_log.contiguous(), bias.contiguous(), d, d_raw, sums[0], sums[1]),
+            (rows,),
+            (float(lower_bound or 0.0), *strides, *d_strides),
+            {"COLUMNS": columns, "D": channels, "BOUNDED": lower_bound is not None, "BR": tall,
+             "BC": wide, "PARTS": parts, "num_warps": 4},
         )  # fmt: skip
     d_alog, d_bias = sums.sum(1)
     d_alog = d_alog.view(-1, channels).sum(1)

@@ -30,7 +30,7 @@ import torch
 
 import lagraph
 from lagraph import registry
-from lagraph.errors import InvalidOption, NotSupported, RuleBroken, ShapeMismatch
+from lagraph.errors import DtypeMismatch, InvalidOption, NotSupported, RuleBroken, ShapeMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,15 +59,27 @@ GONE = {
 }
 
 
+# Arguments that are tensors, where they are given.
+TENSORS = frozenset({"q", "k", "v", "g", "gk", "beta", "b", "w", "initial_state", "cu_seqlens",
+                     "A_log", "dt_bias"})  # fmt: skip
+
+
 def _named(function: Function) -> Function:
     """Say what to do about an unknown argument; Python's own TypeError would only name it."""
-    known = frozenset(signature(function).parameters)
+    order = tuple(signature(function).parameters)
+    known = frozenset(order)
 
     @wraps(function)
     def _call(*args: Any, **given: Any) -> Any:
         for name in given:
             if name not in known:
                 _refuse(function.__name__, name, given[name], known)
+        for name, x in (*zip(order, args), *given.items()):
+            if name in TENSORS and x is not None and not isinstance(x, torch.Tensor):
+                raise DtypeMismatch(
+                    function.__name__, name, expected="a torch.Tensor", got=type(x).__name__,
+                    mend=f"Pass torch.as_tensor({name})",
+                )  # fmt: skip
         return function(*args, **{n: x for n, x in given.items() if n not in GONE})
 
     def _refuse(op: str, name: str, value: Any, known: frozenset[str]) -> None:
@@ -89,10 +101,8 @@ def _check(op: str, tokens: dict[str, tuple[Tensor, int]], cu: Tensor | None, st
     """Ranks, and that B and T agree: packed rows would not show it. tokens: (x, its rank)."""
     q, _ = tokens["q"]
     for name, (x, rank) in tokens.items():
-        if not isinstance(x, torch.Tensor):
-            raise InvalidOption(
-                op, name, expected="a torch.Tensor", got=type(x).__name__, mend=f"Pass {name}"
-            )
+        if x is None:
+            raise RuleBroken(op, name, expected="a torch.Tensor", got="None", mend=f"Pass {name}")
         n = steps if name in ("k", "v", "beta") else 1
         wanted = [q.shape[0], q.shape[1] * n] if q.dim() == 4 else ["B", "T"]
         if x.dim() != rank or list(x.shape[:2]) != wanted:
@@ -198,7 +208,7 @@ def _packed(
 
 
 def _sigmoid(op: str, beta: Tensor, sigmoid: bool, double: bool) -> Tensor:
-    """beta after its activation, in fp32."""
+    """beta after its activation, in fp32 or wider."""
     if double and not sigmoid:
         raise RuleBroken(
             op, "allow_neg_eigval", expected="use_beta_sigmoid_in_kernel=True beside it",
@@ -206,7 +216,8 @@ def _sigmoid(op: str, beta: Tensor, sigmoid: bool, double: bool) -> Tensor:
         )  # fmt: skip
     if not sigmoid:
         return beta
-    return beta.float().sigmoid() * (2.0 if double else 1.0)
+    beta = beta if beta.dtype is torch.float64 else beta.float()
+    return beta.sigmoid() * (2.0 if double else 1.0)
 
 
 def _unit(x: Tensor) -> Tensor:

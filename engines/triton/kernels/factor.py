@@ -11,6 +11,11 @@ cumulative log2 gates G obeys
 Everything there that does not involve S is made here, so that the serial kernel only multiplies.
 Without FOLD, T is (I + A)^-1 alone: the backward needs the strength apart from it.
 
+With SPLIT, T and P are followed by what rounding took from them. That of T is there only where the
+largest squared row norm of (I + A)^-1, which is left in the last column of its first row, exceeds
+GROWTH (1: everywhere): where products would amplify the rounding of their operands, as they do for
+keys that repeat and beta near 2.
+
 `factor_head_kernel` (one gate a head) leaves q and k where they are and writes the row factors
 that turn raw rows into E, Q and Kc:  rows[slot, head] = (erase, query, key, G, write strength)
 [ROWS, C] fp32, plus T and P. Unit norm, scale, gate and Mamba-2's step size live in row factors.
@@ -31,7 +36,15 @@ registers a thread, one or two stages of 2 C BK io elements in shared memory.
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
+from lagraph.engines.triton.kernels.gate import (
+    LOG2E,
+    MOST,
+    amplitude,
+    growth,
+    log2_decay,
+    sigmoid,
+    step_size,
+)
 from lagraph.engines.triton.kernels.index import ROWS, locate, query_rows
 from lagraph.engines.triton.kernels.inverse import invert_in_memory
 
@@ -41,6 +54,9 @@ NORM_EPS = tl.constexpr(1e-6)
 # Largest exponent that the anchor of a diagonal block may leave to a column.
 REACH = tl.constexpr(100.0)
 MIDDLE = tl.constexpr(7)
+# Squared row norm of an inverse beyond which products with it are in two parts. It is hardly more
+# than 2 for ordinary keys, and up to 1 + beta / (2 - beta) for repeated ones.
+GROWTH = tl.constexpr(4.0)
 
 
 @triton.jit
@@ -188,14 +204,17 @@ def factor_head_kernel(
         b_decay = log2_decay(b_x, amplitude(p_alog, i_h0 + o_g), lower, GATE)
     b_decay = tl.where(m_g[None, :], b_decay, 0.0)
     b_gc = tl.cumsum(b_decay, axis=1)
-    b_ck = b_nk * tl.exp2(tl.sum(b_decay, axis=1)[:, None] - b_gc)
+    b_ck = b_nk * growth(tl.sum(b_decay, axis=1)[:, None] - b_gc)
     if DELTA:
         s_b = (o_tok * s_bt + o_sub * s_bs)[None, :] + (i_h0 + o_g) * s_bh
         b_write = load_beta(p_beta, s_b, m_t[None, :] & (o_g >= 0), SIGMOID, DOUBLE)
     else:
         b_ck *= b_write
     o_row = o_g * (ROWS * C) + o_i[None, :]
-    tl.store(p_row + o_row, b_nk * tl.exp2(b_gc))
+    b_ek = b_nk * growth(b_gc)
+    # What is not erased shall meet no state that has overflown.
+    b_ek = tl.where(b_write == 0.0, 0.0, b_ek) if DELTA else b_ek
+    tl.store(p_row + o_row, b_ek)
     tl.store(p_row + 2 * C + o_row, b_ck)
     tl.store(p_row + 3 * C + o_row, b_gc)
     tl.store(p_row + 4 * C + o_row, b_write)
@@ -203,7 +222,7 @@ def factor_head_kernel(
     if QUERY:
         o_row = o_g * (ROWS * C)
         b_gq = tl.load(p_row + 3 * C + o_row + o_iq[None, :])
-        tl.store(p_row + C + o_row + o_q[None, :], b_nq * tl.exp2(b_gq))
+        tl.store(p_row + C + o_row + o_q[None, :], b_nq * growth(b_gq))
 
     if DELTA:
         p_x += (slot * HO + i_h0) * (C * C)
@@ -212,18 +231,22 @@ def factor_head_kernel(
         b_gi = tl.load(p_row + 3 * C + o_i)
         if QUERY:
             b_gr = tl.load(p_row + 3 * C + o_iq)
-            b_s = tl.exp2(tl.where(m_up, b_gr[:, None] - b_gi[None, :], -float("inf")))
+            b_s = growth(tl.where(m_up, b_gr[:, None] - b_gi[None, :], -float("inf")))
             b_p = b_s * (b_qk * b_rq[:, None])
             if not DELTA:
                 b_p *= tl.load(p_row + 4 * C + o_i)[None, :]
-            p_tile = p_p + (slot * HO + i_h0 + i_g) * (CQ * C) + o_q[:, None] * C + o_i[None, :]
+            PARTS: tl.constexpr = 2 if SPLIT else 1
+            tile = (slot * HO + i_h0 + i_g) * PARTS
+            p_tile = p_p + tile * (CQ * C) + o_q[:, None] * C + o_i[None, :]
             tl.store(p_tile, b_p.to(p_p.dtype.element_ty))
+            if SPLIT:
+                tl.store(p_tile + CQ * C, rest(b_p, p_p.dtype.element_ty))
         if DELTA:
             m_lower = o_i[:, None] > o_i[None, :]
             if QUERY and CQ == C and NS == 1:  # the same rows
                 b_s = tl.where(m_lower, b_s, 0.0)
             else:
-                b_s = tl.exp2(tl.where(m_lower, b_gi[:, None] - b_gi[None, :], -float("inf")))
+                b_s = growth(tl.where(m_lower, b_gi[:, None] - b_gi[None, :], -float("inf")))
             b_s *= b_kk * tl.load(p_row + 4 * C + o_i)[:, None]
             tl.store(p_x + i_g * (C * C) + o_i[:, None] * C + o_i[None, :], b_s)
         p_row += ROWS * C
@@ -239,18 +262,39 @@ def factor_head_kernel(
 
 
 @triton.jit
+def rest(b_x, IO: tl.constexpr):
+    """What rounding to io dtype takes from x, in io dtype."""
+    return (b_x - b_x.to(IO).to(tl.float32)).to(IO)
+
+
+@triton.jit
 def store_inverse(p_t, p_x, tile, b_write, C: tl.constexpr, SPLIT: tl.constexpr):
-    """T = X diag(write) in io dtype from X [C, C] fp32; with SPLIT, what rounding took follows."""
+    """T = X diag(write) in io dtype from X [C, C] fp32; with SPLIT, what follows it."""
     IO: tl.constexpr = p_t.dtype.element_ty
     PARTS: tl.constexpr = 2 if SPLIT else 1
     o_i = tl.arange(0, C)
     o_tile = o_i[:, None] * C + o_i[None, :]
-    b_t = tl.load(p_x + o_tile, mask=o_i[:, None] >= o_i[None, :], other=0.0)
-    b_t *= b_write[None, :]
-    p_t += tile * (PARTS * C * C) + o_tile
-    tl.store(p_t, b_t.to(IO))
+    m_tile = o_i[:, None] >= o_i[None, :]
+    b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0)
+    b_t = b_x * b_write[None, :]
+    p_t += tile * (PARTS * C * C)
+    tl.store(p_t + o_tile, b_t.to(IO))
     if SPLIT:
-        tl.store(p_t + C * C, (b_t - b_t.to(IO).to(tl.float32)).to(IO))
+        p_t += C * C
+        size = tl.max(tl.sum(b_x * b_x, axis=1), axis=0)
+        tl.store(p_t + C - 1, tl.minimum(size, 6.0e4).to(IO))
+        LIMIT: tl.constexpr = GROWTH if SPLIT == 2 else 0.0
+        if size > LIMIT:
+            tl.store(p_t + o_tile, rest(b_t, IO), mask=m_tile)
+
+
+@triton.jit
+def inverse_growth(p_t, tile, C: tl.constexpr, SPLIT: tl.constexpr):
+    """What `store_inverse` left of how large the inverse of a tile is, by chunk and head."""
+    size = 0.0
+    if SPLIT == 2:
+        size = tl.load(p_t + tile * (2 * C * C) + (C * C + C - 1)).to(tl.float32)
+    return size
 
 
 @triton.jit
@@ -491,7 +535,7 @@ def factor_key_kernel(
         if p_bias is not None:
             b_g += tl.load(p_bias + i_h * K + o_kk).to(tl.float32)
         b_run += tl.where(i < left, log2_decay(b_g, amp, lower, GATE), 0.0)
-        tl.store(p_l + (o_nb * 16 + i) * K + o_kk, b_run)
+        tl.store(p_l + (o_nb * 16 + i) * K + o_kk, tl.minimum(b_run, MOST))
         if i == 0:
             b_first = b_run
         if i == MIDDLE:
@@ -516,10 +560,12 @@ def factor_key_kernel(
             b_mid_1 = b_one
         if i == 2:
             b_mid_2 = b_one
-    tl.store(p_decay + (slot * HO + i_h) * K + o_kk, tl.exp2(b_total))
+    tl.store(p_decay + (slot * HO + i_h) * K + o_kk, growth(b_total))
+    rise = tl.max(b_total)
     p_tile = p_f + o_nb * K + o_kk
-    tl.store(p_tile, tl.exp2(b_before))
-    tl.store(p_tile + NB * K, tl.exp2(b_after))
+    b_room = MOST - tl.maximum(tl.load(p_l + (o_nb * 16 + 15) * K + o_kk), 0.0)
+    tl.store(p_tile, tl.exp2(tl.minimum(b_before, b_room)))
+    tl.store(p_tile + NB * K, tl.exp2(tl.minimum(b_after, b_room)))
     if NB == 4:
         b_skip = tl.where(o_nb == 3, tl.exp2(b_mid_2), tl.where(o_nb == 2, 1.0, 0.0))
         tl.store(p_tile + 2 * NB * K, b_skip)
@@ -605,16 +651,35 @@ def factor_key_kernel(
                 m_self = (o_i[:, None] == o_i[None, :]) & m_far
                 b_p += tl.where(m_self, tl.sum(b_q * b_k, axis=1)[:, None], 0.0)
 
-    o_tile = (slot * HO + i_h) * (C * C) + o_i[:, None] * C + o_i[None, :]
-    if QUERY:
-        tl.store(p_p + o_tile, b_p.to(IO))
     b_write = tl.full([C], 1.0, tl.float32)
     if not ERASE_KEY:
         b_write = load_beta(p_beta, o_tok * s_bt + i_h * s_bh, m_t, SIGMOID, DOUBLE)
+    o_tile = o_i[:, None] * C + o_i[None, :]
+    if rise > 15.0:  # positive gates: zeros meet nothing that has overflown
+        TOP: tl.constexpr = 6.0e4 if tl.float16 == IO else 3.0e38
+        b_a = tl.where(b_write[:, None] == 0.0, 0.0, b_a)
+        b_p = tl.minimum(tl.maximum(b_p, -TOP), TOP)
+        for i_k in tl.range(0, K, BK, num_stages=1):
+            o_kt = o_i[:, None] * K + (i_k + tl.arange(0, BK))[None, :]
+            o_kt += (slot * HO + i_h) * (C * K)
+            if not ERASE_KEY:
+                m_none = (b_write == 0.0)[:, None] & (o_kt >= 0)
+                tl.store(p_e + o_kt, tl.zeros([C, BK], IO), mask=m_none)
+            if tl.float16 == IO:
+                b_kt = tl.load(p_kc + o_kt).to(tl.float32)
+                tl.store(p_kc + o_kt, tl.minimum(tl.maximum(b_kt, -TOP), TOP).to(IO))
+    if QUERY:
+        PARTS: tl.constexpr = 2 if SPLIT else 1
+        p_p += (slot * HO + i_h) * (PARTS * C * C) + o_tile
+        tl.store(p_p, b_p.to(IO))
+        if SPLIT:
+            tl.store(p_p + C * C, rest(b_p, IO))
+    if not ERASE_KEY:
         b_a *= b_write[:, None]
     p_x += (slot * HO + i_h) * (C * C)
-    tl.store(p_x + o_i[:, None] * C + o_i[None, :], b_a)
+    tl.store(p_x + o_tile, b_a)
     invert_in_memory(p_x, C, C, "ieee")  # few and small products
     if not FOLD:
         b_write = tl.full([C], 1.0, tl.float32)
     store_inverse(p_t, p_x, slot * HO + i_h, b_write, C, SPLIT)
+    tl.store(p_x + C - 2, rise)

@@ -12,9 +12,11 @@ All of it runs in fp32. Values are log2 of the decay, so that kernels need exp2 
 import triton
 import triton.language as tl
 
-__all__ = ["amplitude", "log2_decay", "sigmoid", "softplus", "step_size"]
+__all__ = ["MOST", "amplitude", "growth", "log2_decay", "sigmoid", "softplus", "step_size"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Largest exponent that factors of positive gates keep: a zero times them stays a zero.
+MOST = tl.constexpr(127.0)
 
 
 @triton.jit
@@ -31,6 +33,12 @@ def softplus(b_x):
 def sigmoid(b_x):
     b_u = tl.exp2(-tl.abs(b_x) * LOG2E)
     return tl.where(b_x >= 0, 1.0, b_u) / (1.0 + b_u)
+
+
+@triton.jit
+def growth(b_x):
+    """2^x, but finite."""
+    return tl.exp2(tl.minimum(b_x, MOST))
 
 
 @triton.jit

@@ -30,6 +30,9 @@ and for linear gates (whose dg must not be a difference), pairs of ever smaller 
 single steps. `beta_key_kernel` adds up the K-blocks' shares of a head's db. GDN-2's guard of b is
 recomputed, and its gradient is that of b as it is used.
 
+With SPLIT, U, Y, M and X are in two parts in chunks whose inverse is large, which launches of their
+own serve (PART), so that the others stay as they are.
+
 M and X, rounded to io, become operands by way of memory, over the tiles of P and W which nothing
 needs any more: also transposed, and no accumulator is transposed or kept in registers.
 
@@ -41,13 +44,16 @@ import triton
 import triton.language as tl
 
 from lagraph.engines.triton.kernels.factor import (
+    GROWTH,
     MIDDLE,
     REACH,
     _inverse_norm,
     _key_rows,
     guard_rows,
     guarded,
+    inverse_growth,
     load_beta,
+    rest,
 )
 from lagraph.engines.triton.kernels.gate import amplitude, sigmoid, softplus, step_size
 from lagraph.engines.triton.kernels.index import ROWS, locate
@@ -123,6 +129,7 @@ def chunk_products(
     DELTA: tl.constexpr,
     ERASE_KEY: tl.constexpr,
     D_CHANNEL: tl.constexpr,
+    PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """M, X, and row sums Y . v; stores dv, dw, dz and the partials of dD.
@@ -148,6 +155,13 @@ def chunk_products(
         b_m = tl.dot(b_do, tl.trans(b_u), b_m, input_precision=PREC)
 
         b_dv = b_y.to(tl.float32)
+        if PART:
+            b_ul = tl.load(p_u + C * V + o_tile)
+            b_yl = tl.load(p_y + C * V + o_tile)
+            b_m = tl.dot(b_do, tl.trans(b_ul), b_m, input_precision=PREC)
+            b_x = tl.dot(b_y, tl.trans(b_ul), b_x, input_precision=PREC)
+            b_x = tl.dot(b_yl, tl.trans(b_u), b_x, input_precision=PREC)
+            b_dv += b_yl.to(tl.float32)
         b_vf = b_v.to(tl.float32)
         if DELTA:
             if ERASE_KEY:
@@ -209,6 +223,7 @@ def state_products(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DELTA: tl.constexpr,
+    PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """A K-block of dO S [CQ, BK], Y S and U dS [C, BK], and sum_v dS S [BK]."""
@@ -233,6 +248,9 @@ def state_products(
         else:
             b_u = tl.load(p_v + o_vi[:, None] + o_v[None, :], mask=m_t, other=0.0)
         b_h = tl.dot(b_u, b_ds, b_h, input_precision=PREC)
+        if PART:
+            b_f = tl.dot(tl.load(p_y + C * V + o_tile), b_s, b_f, input_precision=PREC)
+            b_h = tl.dot(tl.load(p_u + C * V + o_tile), b_ds, b_h, input_precision=PREC)
         b_c += tl.sum(b_s.to(tl.float32) * b_ds.to(tl.float32), axis=0)
     return b_q, b_f, b_h, b_c
 
@@ -330,6 +348,8 @@ def gradient_head_kernel(
     DOUBLE: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     D_CHANNEL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
     IO: tl.constexpr = p_k.dtype.element_ty
@@ -354,6 +374,10 @@ def gradient_head_kernel(
             else:
                 tl.store(p_dd, 0.0)
         return
+    PARTS: tl.constexpr = 2 if SPLIT else 1
+    if SPLIT == 2:  # noqa: SIM102
+        if (inverse_growth(p_t, pid, C, SPLIT) > GROWTH).to(tl.int32) != PART:
+            return
     # Everything below counts from the chunk's first token: row offsets fit 32 bits.
     QS: tl.constexpr = C // CQ
     o_i = tl.arange(0, C)
@@ -386,7 +410,6 @@ def gradient_head_kernel(
     if NORM:
         b_rk = _inverse_norm(p_kh, s_ki, m_t, K, BK)
         b_rq *= _inverse_norm(p_qh, s_qi, m_q, K, BK)
-    b_beta = b_write
     b_rw = b_rk
     if not DELTA:
         b_rw = b_rk * b_write
@@ -404,13 +427,13 @@ def gradient_head_kernel(
     o_vi = o_tok * s_vt + o_sub * s_vs
     o_oi = o_out * s_ot
     o_zi = o_out * s_zt
-    p_ut = p_u + pid * (C * V) if DELTA else p_u
-    p_yt = p_y + pid * (C * V)
+    p_ut = p_u + pid * (PARTS * C * V) if DELTA else p_u
+    p_yt = p_y + pid * (PARTS * C * V)
     p_dh = p_d + i_h * s_dh if p_d is not None else p_d
     b_m, b_x, b_yv = chunk_products(
         p_v, None, p_ut, p_yt, p_do, p_z, p_pre, p_dh, p_dv, None, p_dz, p_dd,
         o_vi, o_vi, o_oi, o_zi, o_out * s_pt, o_tok * s_dvt + o_sub * s_dvs, o_vi, o_out * s_dzt,
-        s_dv, m_t, m_q, b_beta, C, CQ, V, BV, DELTA, False, D_CHANNEL, PREC,
+        s_dv, m_t, m_q, b_write, C, CQ, V, BV, DELTA, False, D_CHANNEL, PART, PREC,
     )  # fmt: skip
     m_up = (o_i[None, :] <= o_iq[:, None]) & m_t[None, :]
     b_m *= tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
@@ -421,11 +444,14 @@ def gradient_head_kernel(
     # The products with q, k, e want them as operands, also transposed: by way of memory, as no
     # accumulator should be transposed. The tiles of P and W are free by now.
     o_q = tl.arange(0, CQ)
-    p_mt = p_p + pid * (CQ * C) + o_q[:, None] * C + o_i[None, :]
+    p_mt = p_p + pid * (PARTS * CQ * C) + o_q[:, None] * C + o_i[None, :]
     tl.store(p_mt, b_m.to(IO))
     if DELTA:
-        p_xt = p_t + pid * (C * C) + o_i[:, None] * C + o_i[None, :]
+        p_xt = p_t + pid * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
         tl.store(p_xt, b_x.to(IO))
+    if PART:
+        tl.store(p_mt + CQ * C, rest(b_m, IO))
+        tl.store(p_xt + C * C, rest(b_x, IO), mask=m_low)
 
     # What the gate of step t decays inside the chunk: pairs of a row at or after t and a column
     # before it. Summed without differences, for what is small there may be divided by the gate.
@@ -443,7 +469,7 @@ def gradient_head_kernel(
     b_n = tl.dot(b_m, b_before, input_precision=SUM_PREC)
     b_dg = tl.sum(tl.where(o_iq[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
     if DELTA:
-        b_x *= b_kk * (b_rk * b_beta)[:, None] * b_rk[None, :]
+        b_x *= b_kk * (b_rk * b_write)[:, None] * b_rk[None, :]
         b_n = tl.dot(b_x, b_before, input_precision=SUM_PREC)
         b_dg -= tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
     tl.debug_barrier()
@@ -460,15 +486,17 @@ def gradient_head_kernel(
     b_up = tl.exp2(b_gc)
     b_uq = tl.exp2(b_gq)
     b_down = tl.exp2(b_end - b_gc)
+    b_mm = tl.load(p_mt)
+    if DELTA:
+        b_xx = tl.load(p_xt)
     for i_k in tl.range(0, K, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
-        b_dq, b_f, b_h, b_c = state_products(
-            p_st, p_dst, p_v, p_ut, p_yt, p_do, p_z, o_vi, o_oi, o_zi, m_t, m_q, o_k,
-            C, CQ, K, V, BK, BV, DELTA, PREC,
-        )  # fmt: skip
         b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
-        b_mm = tl.load(p_mt)
+        b_dq, b_f, b_h, b_c = state_products(
+            p_st, p_dst, p_v, p_ut, p_yt, p_do, p_z, o_vi, o_oi, o_zi, m_t, m_q, o_k,
+            C, CQ, K, V, BK, BV, DELTA, PART, PREC,
+        )  # fmt: skip
         b_kf = b_k.to(tl.float32) * b_rk[:, None]
         b_qf = b_q.to(tl.float32) * b_rq[:, None]
         b_cs += b_c
@@ -479,15 +507,21 @@ def gradient_head_kernel(
         b_qs += tl.sum(b_dq * b_qf, axis=1)
         b_kw = (b_kf * b_write[:, None]).to(IO)
         if DELTA:
-            b_xx = tl.load(p_xt)
             b_f *= b_up[:, None]
             b_rs += tl.sum(b_f * b_kf, axis=1)
             b_k16 = b_kf.to(IO) if NORM else b_k
             b_dq = tl.dot(b_mm, b_k16, b_dq, input_precision=PREC)
             b_f = tl.dot(b_xx, b_k16, b_f, input_precision=PREC)
+            if PART:
+                b_ml = tl.load(p_mt + CQ * C)
+                b_xl = tl.load(p_xt + C * C, mask=m_low, other=0.0)
+                b_dq = tl.dot(b_ml, b_k16, b_dq, input_precision=PREC)
+                b_f = tl.dot(b_xl, b_k16, b_f, input_precision=PREC)
+                b_h = tl.dot(tl.trans(b_ml), b_qf.to(IO), b_h, input_precision=PREC)
+                b_h -= tl.dot(tl.trans(b_xl), b_kw, input_precision=PREC)
             b_fs += tl.sum(b_f * b_kf, axis=1)
             b_h -= tl.dot(tl.trans(b_xx), b_kw, input_precision=PREC)
-            b_dk = b_h - b_beta[:, None] * b_f
+            b_dk = b_h - b_write[:, None] * b_f
         else:
             b_dq = tl.dot(b_mm, b_kw, b_dq, input_precision=PREC)
             b_dk = b_h * b_write[:, None]
@@ -503,7 +537,7 @@ def gradient_head_kernel(
     b_dg += tl.sum(tl.where(m_late, b_qs[:, None], 0.0), axis=0)
     m_late = o_i[:, None] >= o_i[None, :]
     if DELTA:
-        b_dg += tl.sum(tl.where(m_late, -(b_beta * b_rs)[:, None], b_es[:, None]), axis=0)
+        b_dg += tl.sum(tl.where(m_late, -(b_write * b_rs)[:, None], b_es[:, None]), axis=0)
     else:
         b_dg += tl.sum(tl.where(m_late, 0.0, (b_write * b_es)[:, None]), axis=0)
 
@@ -568,6 +602,7 @@ def _pairs(
     b_row,
     b_col,
     WIDE: tl.constexpr,
+    PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """The pairs of one level, rows carrying b_row and columns b_col [C, BK]: their parts of dq, f
@@ -575,11 +610,23 @@ def _pairs(
     b_m = tl.load(p_mt, mask=m_tile, other=0.0).to(WIDE)
     b_x = tl.load(p_xt, mask=m_tile, other=0.0).to(WIDE)
     b_kc = (b_k * b_col).to(WIDE)
-    b_dq = b_row * tl.dot(b_m, b_kc, input_precision=PREC)
-    b_f = b_row * tl.dot(b_x, b_kc, input_precision=PREC)
-    b_h = tl.dot(tl.trans(b_m), (b_q * b_row).to(WIDE), input_precision=PREC)
-    b_h = tl.dot(tl.trans(b_x), (-b_e * b_row).to(WIDE), b_h, input_precision=PREC)
-    return b_dq, b_f, b_col * b_h
+    b_qr = (b_q * b_row).to(WIDE)
+    b_er = (-b_e * b_row).to(WIDE)
+    b_dq = tl.dot(b_m, b_kc, input_precision=PREC)
+    b_f = tl.dot(b_x, b_kc, input_precision=PREC)
+    b_h = tl.dot(tl.trans(b_m), b_qr, input_precision=PREC)
+    b_h = tl.dot(tl.trans(b_x), b_er, b_h, input_precision=PREC)
+    if PART:
+        C: tl.constexpr = b_m.shape[0]
+        o_i = tl.arange(0, C)
+        m_tile = m_tile & (o_i[:, None] > o_i[None, :])
+        b_ml = tl.load(p_mt + C * C, mask=m_tile, other=0.0).to(WIDE)
+        b_xl = tl.load(p_xt + C * C, mask=m_tile, other=0.0).to(WIDE)
+        b_dq = tl.dot(b_ml, b_kc, b_dq, input_precision=PREC)
+        b_f = tl.dot(b_xl, b_kc, b_f, input_precision=PREC)
+        b_h = tl.dot(tl.trans(b_ml), b_qr, b_h, input_precision=PREC)
+        b_h = tl.dot(tl.trans(b_xl), b_er, b_h, input_precision=PREC)
+    return b_row * b_dq, b_row * b_f, b_col * b_h
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -619,6 +666,8 @@ def products_key_kernel(
     ERASE_KEY: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """M and X of a chunk over the tiles of P and W; M's diagonal and Y . v beside them; dv, dw."""
@@ -628,6 +677,10 @@ def products_key_kernel(
     _, i_c, begin, length = locate(pid // HO, p_cu, s_cu, N, T, C, 1)
     if i_c < 0:
         return
+    PARTS: tl.constexpr = 2 if SPLIT else 1
+    if SPLIT == 2:  # noqa: SIM102
+        if (inverse_growth(p_t, pid, C, SPLIT) > GROWTH).to(tl.int32) != PART:
+            return
     o_i = tl.arange(0, C)
     m_t = o_i < tl.minimum(length - i_c * C, C).to(tl.int32)
     token = begin + i_c * C
@@ -643,14 +696,17 @@ def products_key_kernel(
     o_vi = o_i * s_vt
     o_oi = o_i * s_ot
     b_m, b_x, b_yv = chunk_products(
-        p_v, p_w, p_u + pid * (C * V), p_y + pid * (C * V), p_do, None, None, None, p_dv, p_dw,
-        None, None, o_vi, o_i * s_wt, o_oi, o_oi, o_oi, o_i * s_dvt, o_i * s_dwt, o_oi,
-        0, m_t, m_t, b_beta, C, C, V, BV, True, ERASE_KEY, False, PREC,
+        p_v, p_w, p_u + pid * (PARTS * C * V), p_y + pid * (PARTS * C * V), p_do, None, None,
+        None, p_dv, p_dw, None, None, o_vi, o_i * s_wt, o_oi, o_oi, o_oi, o_i * s_dvt,
+        o_i * s_dwt, o_oi, 0, m_t, m_t, b_beta, C, C, V, BV, True, ERASE_KEY, False, PART, PREC,
     )  # fmt: skip
     m_low = o_i[:, None] > o_i[None, :]
-    o_tile = pid * (C * C) + o_i[:, None] * C + o_i[None, :]
+    o_tile = pid * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
     tl.store(p_p + o_tile, tl.where(m_low, b_m, 0.0).to(IO))
     tl.store(p_t + o_tile, tl.where(m_low, b_x, 0.0).to(IO))
+    if PART:
+        tl.store(p_p + C * C + o_tile, rest(b_m, IO), mask=m_low)
+        tl.store(p_t + C * C + o_tile, rest(b_x, IO), mask=m_low)
     m_same = o_i[:, None] == o_i[None, :]
     tl.store(p_sums + pid * (2 * C) + o_i, tl.sum(tl.where(m_same, b_m, 0.0), axis=1))
     tl.store(p_sums + pid * (2 * C) + C + o_i, b_yv)
@@ -722,6 +778,8 @@ def gradient_key_kernel(
     NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
     IO: tl.constexpr = p_k.dtype.element_ty
@@ -747,6 +805,10 @@ def gradient_key_kernel(
         if p_dbias is not None:
             tl.store(p_dbias, tl.zeros([BK], tl.float32))
         return
+    PARTS: tl.constexpr = 2 if SPLIT else 1
+    if SPLIT == 2:  # noqa: SIM102
+        if (inverse_growth(p_t, tile, C, SPLIT) > GROWTH).to(tl.int32) != PART:
+            return
     o_i = tl.arange(0, C)
     o_n = o_i // 16
     o_k = i_k * BK + tl.arange(0, BK)
@@ -771,13 +833,13 @@ def gradient_key_kernel(
         b_rk = _inverse_norm(p_k, s_ki, m_t, K, BK)
         b_rq *= _inverse_norm(p_q, s_qi, m_t, K, BK)
 
-    o_tile = tile * (C * C) + o_i[:, None] * C + o_i[None, :]
+    o_tile = tile * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
     p_mt = p_p + o_tile
     p_xt = p_t + o_tile
     b_dq, b_f, b_h, b_c = state_products(
-        p_s + tile * (V * K), p_ds + tile * (V * K), p_v, p_u + tile * (C * V),
-        p_y + tile * (C * V), p_do, None, o_i * s_vt, o_i * s_ot, o_i, m_t, m_t, o_k,
-        C, C, K, V, BK, BV, True, PREC,
+        p_s + tile * (V * K), p_ds + tile * (V * K), p_v, p_u + tile * (PARTS * C * V),
+        p_y + tile * (PARTS * C * V), p_do, None, o_i * s_vt, o_i * s_ot, o_i, m_t, m_t, o_k,
+        C, C, K, V, BK, BV, True, PART, PREC,
     )  # fmt: skip
     p_l += tile * ((C + 4 * NB) * K)
     p_lk = p_l + o_k[None, :]
@@ -820,7 +882,7 @@ def gradient_key_kernel(
 
         # Rows of the second block with columns of the first.
         b_sq, b_sf, b_sh = _pairs(
-            p_mt, p_xt, o_n[:, None] > o_n[None, :], b_q, b_e, b_k, b_x, b_y, IO, PREC
+            p_mt, p_xt, o_n[:, None] > o_n[None, :], b_q, b_e, b_k, b_x, b_y, IO, PART, PREC
         )
         b_dq += b_sq
         b_f += b_sf
@@ -846,7 +908,7 @@ def gradient_key_kernel(
             m_odd = (o_i // size % 2 == 1)[:, None]
             b_s = tl.exp2(tl.where(m_odd, b_l - b_s, b_s - b_l))
             m_pair = m_odd & (o_i[None, :] // size == (o_i // size - 1)[:, None])
-            b_sq, b_sf, b_sh = _pairs(p_mt, p_xt, m_pair, b_q, b_e, b_k, b_s, b_s, IO, PREC)
+            b_sq, b_sf, b_sh = _pairs(p_mt, p_xt, m_pair, b_q, b_e, b_k, b_s, b_s, IO, PART, PREC)
             b_dq += b_sq
             b_f += b_sf
             b_h += b_sh
@@ -855,7 +917,17 @@ def gradient_key_kernel(
     else:
         b_s = b_l - tl.load(p_lk + (o_n * 16 + MIDDLE)[:, None] * K)
         b_sq, b_sf, b_sh = _pairs(
-            p_mt, p_xt, m_block, b_q, b_e, b_k, tl.exp2(b_s), tl.exp2(-b_s), WIDE, WIDE_PREC
+            p_mt,
+            p_xt,
+            m_block,
+            b_q,
+            b_e,
+            b_k,
+            tl.exp2(b_s),
+            tl.exp2(-b_s),
+            WIDE,
+            PART,
+            WIDE_PREC,
         )
         b_dq += b_sq
         b_f += b_sf

@@ -143,7 +143,7 @@ def _rows_of_step(
 
 
 @triton.jit(
-    do_not_specialize=["N", "T", "P"],
+    do_not_specialize=["T", "P"],
     do_not_specialize_on_alignment=["p_cu", "p_index", "p_has"],
 )
 def recurrent_kernel(
@@ -165,7 +165,6 @@ def recurrent_kernel(
     p_o,
     p_ht,
     p_states,
-    N,
     T,
     P,
     scale,

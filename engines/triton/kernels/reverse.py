@@ -14,7 +14,8 @@ What those tiles leave to do is token-parallel (`gradient`).
 The same kernel without these outputs gives the gradient that reaches the first state, and with
 dS = I and no dO the transposed transition of a sequence.
 
-As in `scan`, dO and z reach accumulators by a product with the unit matrix.
+As in `scan`, dO and z reach accumulators by a product with the unit matrix, and with SPLIT the
+operands around a large inverse are in two parts: of Y both are written.
 
 Loads of one chunk: (1 or 3) C K + CQ V + C C + CQ C io elements, staged by the software pipeline.
 """
@@ -22,7 +23,7 @@ Loads of one chunk: (1 or 3) C K + CQ V + C C + CQ C io elements, staged by the 
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.factor import load_beta
+from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, load_beta, rest
 from lagraph.engines.triton.kernels.gate import sigmoid
 from lagraph.engines.triton.kernels.index import ROWS, query_rows, sequence_span
 
@@ -39,7 +40,7 @@ def load_dout(p_do, p_z, o_do, o_z, m_q):
     return b_do
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["T"])
 def reverse_kernel(
     p_q,
     p_k,
@@ -56,7 +57,6 @@ def reverse_kernel(
     p_y,
     p_dh0,
     p_cu,
-    N,
     T,
     s_cu,
     s_qt,
@@ -65,7 +65,6 @@ def reverse_kernel(
     s_ks,
     s_kh,
     s_bt,
-    s_bs,
     s_bh,
     s_ot,
     s_oh,
@@ -92,10 +91,12 @@ def reverse_kernel(
     IDENTITY: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
+    SPLIT: tl.constexpr,
     PREC: tl.constexpr,
 ):
     NV: tl.constexpr = V // BV
     IO: tl.constexpr = p_k.dtype.element_ty
+    PARTS: tl.constexpr = 2 if SPLIT else 1
     WRITES: tl.constexpr = DELTA or p_y is not None
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid % NV
@@ -121,6 +122,7 @@ def reverse_kernel(
     chunks = tl.cdiv(length, C)
     o_b = tl.arange(0, BV)
     b_unit = tl.where(o_b[:, None] == o_b[None, :], 1.0, 0.0).to(IO)
+    size = inverse_growth(p_t, (first + tl.maximum(chunks - 1, 0)) * HO + i_h, C, SPLIT)
     for i_r in range(0, chunks):
         i_c = chunks - 1 - i_r
         block = (first + i_c) * HO + i_h
@@ -145,8 +147,11 @@ def reverse_kernel(
             if p_do is not None:
                 b_qf = tl.load(p_row + C + o_q)
         if DELTA and not ERASE_KEY:
-            o_beta = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
-            b_beta = load_beta(p_beta, o_beta, m_t, SIGMOID, DOUBLE)
+            if KEY_GATE:
+                o_beta = o_tok * s_bt + i_h * s_bh
+                b_beta = load_beta(p_beta, o_beta, m_t, SIGMOID, DOUBLE)
+            else:
+                b_beta = tl.load(p_row + 4 * C + o_i)
         if p_do is not None:
             i_tq, _, m_q = query_rows(i_c, length, C, CQ, NS)
             o_out = (begin + i_tq)[:, None]
@@ -172,14 +177,18 @@ def reverse_kernel(
                 b_du = tl.dot(b_ds16, tl.trans(b_k), input_precision=PREC)
                 b_du *= b_kf[None, :]
             if p_do is not None:
-                b_p = tl.load(p_p + block * (CQ * C) + o_q[:, None] * C + o_i[None, :])  # [CQ, C]
+                p_pt = p_p + block * (PARTS * CQ * C) + o_q[:, None] * C + o_i[None, :]
+                b_p = tl.load(p_pt)  # [CQ, C]
                 b_du = tl.dot(b_do, b_p, b_du, input_precision=PREC)
             b_y = b_du
             if DELTA:
-                b_t = tl.load(p_t + block * (C * C) + o_i[:, None] * C + o_i[None, :])  # [C, C]
-                b_y = tl.dot(b_du.to(IO), b_t, input_precision=PREC)
+                p_tt = p_t + block * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
+                b_t = tl.load(p_tt)  # [C, C]
+                b_du16 = b_du.to(IO)
+                b_y = tl.dot(b_du16, b_t, input_precision=PREC)
             if p_y is not None:
-                tl.store(p_y + block * (C * V) + o_i[None, :] * V + o_v[:, None], b_y.to(IO))
+                p_yt = p_y + block * (PARTS * C * V) + o_i[None, :] * V + o_v[:, None]
+                tl.store(p_yt, b_y.to(IO))
 
         # Gradient of the chunk's entering state.
         if KEY_GATE:
@@ -201,10 +210,30 @@ def reverse_kernel(
                 b_r *= b_beta[None, :]
             if KEY_GATE:
                 b_e = tl.load(p_e + o_tile)  # [C, K]
-                b_ds = tl.dot(b_r.to(IO), b_e, b_ds, input_precision=PREC)
             else:
                 b_r *= b_ef[None, :]
-                b_ds = tl.dot(b_r.to(IO), b_k, b_ds, input_precision=PREC)
+                b_e = b_k
+            b_r16 = b_r.to(IO)
+            b_ds = tl.dot(b_r16, b_e, b_ds, input_precision=PREC)
+        if SPLIT:
+            flag = True
+            if SPLIT == 2:
+                flag = size > GROWTH
+                i_x = first + tl.maximum(i_c - 1, 0)
+                size = inverse_growth(p_t, i_x * HO + i_h, C, SPLIT)
+            if flag:
+                m_low = o_i[:, None] >= o_i[None, :]
+                b_tl = tl.load(p_tt + C * C, mask=m_low, other=0.0)
+                b_yl = tl.dot(b_du16, b_tl, input_precision=PREC)
+                b_yl = tl.dot(rest(b_du, IO), b_t, b_yl, input_precision=PREC)
+                if p_y is not None:
+                    tl.store(p_yt + C * V, (b_y + b_yl - b_y.to(IO).to(tl.float32)).to(IO))
+                if not ERASE_KEY:
+                    b_yl *= b_beta[None, :]
+                if not KEY_GATE:
+                    b_yl *= b_ef[None, :]
+                b_rl = (b_r - b_yl - b_r16.to(tl.float32)).to(IO)
+                b_ds = tl.dot(b_rl, b_e, b_ds, input_precision=PREC)
 
     if p_dh0 is not None:
         p_first = p_dh0 + i_n * s_0n + i_h * s_0h + o_v[:, None] * s_0v + o_k[None, :]

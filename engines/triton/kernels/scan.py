@@ -18,6 +18,9 @@ pipeline stages it. Where it (or w or z) meets other factors first, a product wi
 which is exact, brings it to a [BV, C] accumulator. Row factors are loaded before the first product,
 so that their latency is hidden.
 
+With SPLIT, T, R, P and U are in two parts of io dtype where `factor` found the inverse large (2),
+or everywhere (1): products of a part that is left over with one that is not are added.
+
 Loads of one chunk: (2 or 3) C K + C V + C C + CQ C io elements, staged by the software pipeline.
 
 A span is a whole sequence (STAGE "whole"), or a segment of one, where sequences x heads alone would
@@ -32,11 +35,17 @@ leave SMs idle (see `segment`). Segments take two launches and `link_kernel` bet
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.gate import sigmoid
+from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, rest
+from lagraph.engines.triton.kernels.gate import growth, sigmoid
 from lagraph.engines.triton.kernels.index import ROWS, checkpoint_base, query_rows, sequence_span
 from lagraph.engines.triton.kernels.segment import locate_segment, sequence_segments
 
 __all__ = ["scan_kernel", "span_decay_kernel"]
+
+
+# Positive gates: such a state is kept below TOP, so that its products with zeros are zeros; what is
+# at TOP when it leaves is infinite.
+TOP = tl.constexpr(2.0**120)
 
 
 @triton.jit
@@ -69,6 +78,7 @@ def _advance(
     p_rows,
     p_decay,
     p_t,
+    p_x,
     p_p,
     p_d,
     p_z,
@@ -115,6 +125,7 @@ def _advance(
     """
     IO: tl.constexpr = p_k.dtype.element_ty
     BV: tl.constexpr = b_s.shape[0]
+    PARTS: tl.constexpr = 2 if SPLIT else 1
     o_i = tl.arange(0, C)
     o_q = tl.arange(0, CQ)
     o_k = tl.arange(0, K)
@@ -125,6 +136,11 @@ def _advance(
     b_unit = tl.where(o_b[:, None] == o_b[None, :], 1.0, 0.0).to(IO)
     p_kh = p_k + (i_h // (HO // HK)) * s_kh
     p_qh = p_q + (i_h // (HO // H)) * s_qh if p_o is not None else p_kh
+    # Tiles are loaded ahead by the pipeline, scalars so: the inverse's growth.
+    size = inverse_growth(p_t, (first + i_first) * HO + i_h, C, SPLIT)
+    # Whether gates have made the state grow. Another write strength leaves no registers for that.
+    SATURATE: tl.constexpr = DELTA and p_w is None
+    risen = 0.0
     for i_c in range(i_first, i_last):
         block = (first + i_c) * HO + i_h
         o_t = i_c * C + o_i
@@ -151,14 +167,10 @@ def _advance(
             s_ki = o_tok * s_kt + (o_t % NS) * s_ks
             b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_s16 = b_s.to(IO)
-        if SPLIT:
-            b_sl = (b_s - b_s16.to(tl.float32)).to(IO)
 
         if DELTA:
             b_e = tl.load(p_e + o_tile) if KEY_GATE else b_k  # [C, K]
             b_r = tl.dot(b_s16, tl.trans(b_e), input_precision=PREC)
-            if SPLIT:
-                b_r = tl.dot(b_sl, tl.trans(b_e), b_r, input_precision=PREC)
             b_r = -b_r if KEY_GATE else b_r * -b_ef[None, :]
         if p_v is not None:
             s_vi = o_tok * s_vt + (o_t % NS) * s_vs
@@ -170,26 +182,15 @@ def _advance(
                 b_w = tl.dot(b_unit, tl.trans(b_w), input_precision=PREC)
                 b_r += tl.dot(b_unit, tl.trans(b_v), input_precision=PREC) * b_w
         if DELTA:
-            PARTS: tl.constexpr = 2 if SPLIT else 1
-            p_tile = p_t + block * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
-            b_t = tl.load(p_tile)  # [C, C]
-            if SPLIT:
-                b_tl = tl.load(p_tile + C * C)
+            p_tt = p_t + block * (PARTS * C * C)
+            b_t = tl.load(p_tt + o_i[:, None] * C + o_i[None, :])  # [C, C]
             b_u = tl.zeros([BV, C], tl.float32)
             if p_v is not None:  # noqa: SIM102 (constants that fold one by one)
                 if p_w is None:
                     b_u = tl.dot(tl.trans(b_v), tl.trans(b_t), b_u, input_precision=PREC)
-                    if SPLIT:
-                        b_u = tl.dot(tl.trans(b_v), tl.trans(b_tl), b_u, input_precision=PREC)
             b_r16 = b_r.to(IO)
             b_u = tl.dot(b_r16, tl.trans(b_t), b_u, input_precision=PREC)
-            if SPLIT:
-                b_rl = (b_r - b_r16.to(tl.float32)).to(IO)
-                b_u = tl.dot(b_rl, tl.trans(b_t), b_u, input_precision=PREC)
-                b_u = tl.dot(b_r16, tl.trans(b_tl), b_u, input_precision=PREC)
             b_u16 = b_u.to(IO)
-            if SPLIT:
-                b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
         else:
             b_u = tl.dot(b_unit, tl.trans(b_v), input_precision=PREC)  # [BV, C]
             b_u16 = b_u.to(IO)
@@ -204,10 +205,9 @@ def _advance(
                 b_q = tl.load(p_tile, mask=m_q[:, None], other=0.0)
                 b_o = tl.dot(b_s16, tl.trans(b_q), input_precision=PREC)
                 b_o *= b_qf[None, :]
-            b_p = tl.load(p_p + block * (CQ * C) + o_q[:, None] * C + o_i[None, :])  # [CQ, C]
+            p_pt = p_p + block * (PARTS * CQ * C) + o_q[:, None] * C + o_i[None, :]
+            b_p = tl.load(p_pt)  # [CQ, C]
             b_o = tl.dot(b_u16, tl.trans(b_p), b_o, input_precision=PREC)
-            if DELTA and SPLIT:
-                b_o = tl.dot(b_ul, tl.trans(b_p), b_o, input_precision=PREC)
             if p_d is not None:
                 b_d = tl.load(p_d + i_h * s_dh + o_v * s_dv).to(tl.float32)
                 b_o += b_d[:, None] * b_u
@@ -220,20 +220,54 @@ def _advance(
                 b_z = tl.load(p_tile, mask=m_q[:, None], other=0.0)  # [CQ, BV]
                 b_z = tl.dot(b_unit, tl.trans(b_z), input_precision=PREC)
                 b_o *= b_z * sigmoid(b_z)
-            tl.store(p_oh + o_out * s_ot, b_o.to(IO), mask=m_q[None, :])
+            if not SPLIT:
+                tl.store(p_oh + o_out * s_ot, b_o.to(IO), mask=m_q[None, :])
 
         if KEY_GATE:
             b_s *= b_decay[None, :]
+            b_uk = b_u16
         else:
-            b_s *= tl.exp2(b_decay)
-            b_u *= b_kf[None, :]
-            b_u16 = b_u.to(IO)
-            if DELTA and SPLIT:
-                b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
-        b_s = tl.dot(b_u16, b_k, b_s, input_precision=PREC)
-        if DELTA and SPLIT:
-            b_s = tl.dot(b_ul, b_k, b_s, input_precision=PREC)
+            b_s *= growth(b_decay)
+            b_uk = (b_u * b_kf[None, :]).to(IO)
+        b_s = tl.dot(b_uk, b_k, b_s, input_precision=PREC)
 
+        if SPLIT:
+            flag = True
+            if SPLIT == 2:
+                flag = size > GROWTH
+                i_x = first + tl.minimum(i_c + 1, i_last - 1)
+                size = inverse_growth(p_t, i_x * HO + i_h, C, SPLIT)
+            if flag:
+                # What rounding took from T^T, times what it left of the rest, and the reverse: what
+                # U lacks, beside what its own rounding took.
+                o_up = o_i[None, :] * C + o_i[:, None]
+                m_up = o_i[None, :] >= o_i[:, None]
+                b_tl = tl.load(p_tt + C * C + o_up, mask=m_up, other=0.0)
+                b_u = tl.dot(b_r16, b_tl, b_u, input_precision=PREC)
+                if p_v is not None:  # noqa: SIM102
+                    if p_w is None:
+                        b_u = tl.dot(tl.trans(b_v), b_tl, b_u, input_precision=PREC)
+                b_u = tl.dot(rest(b_r, IO), tl.trans(b_t), b_u, input_precision=PREC)
+                b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
+                if p_o is not None:
+                    b_o = tl.dot(b_ul, tl.trans(b_p), b_o, input_precision=PREC)
+                    b_pl = tl.load(p_pt + CQ * C)
+                    b_o = tl.dot(b_u16, tl.trans(b_pl), b_o, input_precision=PREC)
+                if not KEY_GATE:
+                    b_ul = (b_u * b_kf[None, :] - b_uk.to(tl.float32)).to(IO)
+                b_s = tl.dot(b_ul, b_k, b_s, input_precision=PREC)
+            if p_o is not None:
+                tl.store(p_oh + o_out * s_ot, b_o.to(IO), mask=m_q[None, :])
+
+        if SATURATE:
+            rise = tl.load(p_x + block * (C * C) + (C - 2)) if KEY_GATE else b_decay
+            risen = tl.maximum(risen, rise)
+            if risen > 0.0:  # strengths of zero shall leave what has overflown
+                b_s = tl.where(b_s > TOP, TOP, tl.where(b_s < -TOP, -TOP, b_s))
+
+    if SATURATE:  # noqa: SIM102
+        if risen > 0.0:
+            b_s = tl.where(tl.abs(b_s) >= TOP, b_s * TOP, b_s)
     return b_s
 
 
@@ -247,6 +281,7 @@ def _summarize(
     p_rows,
     p_decay,
     p_t,
+    p_x,
     p_index,
     p_enter,
     p_move,
@@ -304,7 +339,7 @@ def _summarize(
     b_s = tl.where((o_v[:, None] == o_k[None, :]) & (i_x >= NV), 1.0, 0.0)  # [BV, K]
     b_s = _advance(
         b_s, i_first, i_first + span, begin, length, first, i_h, o_v, v_end,
-        None, p_k, p_e, p_v, p_w, p_rows, p_decay, p_t, None, None, None, None, None, None,
+        None, p_k, p_e, p_v, p_w, p_rows, p_decay, p_t, p_x, None, None, None, None, None, None,
         0, 0, s_kt, s_ks, s_kh, s_vt, s_vs, s_vh, s_wt, s_wh, 0, 0, 0, 0, 0, 0, 0, 0,
         H, HK, HV, HO, K, V, NS, C, CQ, KEY_GATE, DELTA, SPLIT, 1, PREC,
     )  # fmt: skip
@@ -341,6 +376,7 @@ def scan_kernel(
     p_rows,
     p_decay,
     p_t,
+    p_x,
     p_p,
     p_d,
     p_z,
@@ -410,9 +446,9 @@ def scan_kernel(
         spans = pid - N * (HO * NV)
         if spans >= 0:
             _summarize(
-                spans, p_k, p_e, p_v, p_w, p_rows, p_decay, p_t, p_index, p_enter, p_move, p_cu,
-                N, T, P, lead, span, s_cu, s_index, s_kt, s_ks, s_kh, s_vt, s_vs, s_vh, s_wt, s_wh,
-                H, HK, HV, HO, K, V, NS, C, CQ, BV, KEY_GATE, DELTA, SPLIT, PREC,
+                spans, p_k, p_e, p_v, p_w, p_rows, p_decay, p_t, p_x, p_index, p_enter, p_move,
+                p_cu, N, T, P, lead, span, s_cu, s_index, s_kt, s_ks, s_kh, s_vt, s_vs, s_vh, s_wt,
+                s_wh, H, HK, HV, HO, K, V, NS, C, CQ, BV, KEY_GATE, DELTA, SPLIT, PREC,
             )  # fmt: skip
             return
     i_v = pid % NV
@@ -464,7 +500,7 @@ def scan_kernel(
 
     b_s = _advance(
         b_s, i_first, i_last, begin, length, first, i_h, o_v, length,
-        p_q, p_k, p_e, p_v, p_w, p_rows, p_decay, p_t, p_p, p_d, p_z, p_o, p_pre, p_check,
+        p_q, p_k, p_e, p_v, p_w, p_rows, p_decay, p_t, p_x, p_p, p_d, p_z, p_o, p_pre, p_check,
         s_qt, s_qh, s_kt, s_ks, s_kh, s_vt, s_vs, s_vh, s_wt, s_wh, s_dh, s_dv, s_zt, s_zh,
         s_ot, s_oh, s_pt, s_ph,
         H, HK, HV, HO, K, V, NS, C, CQ, KEY_GATE, DELTA, SPLIT, EVERY, PREC,
@@ -484,9 +520,9 @@ def scan_kernel(
         tl.store(p_tile, b_s.to(p_ht.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["T"])
 def span_decay_kernel(
-    p_rows, p_cu, p_out, N, T, s_cu, HO: tl.constexpr, NS: tl.constexpr, C: tl.constexpr
+    p_rows, p_cu, p_out, T, s_cu, HO: tl.constexpr, NS: tl.constexpr, C: tl.constexpr
 ):
     """log2 of a sequence's whole decay, [N, HO]: the sum of G at the end of its chunks."""
     pid = tl.program_id(0).to(tl.int64)

@@ -60,12 +60,11 @@ def locate_segment(slot, p_cu, s_cu, N, T, lead, span, C: tl.constexpr, NS: tl.c
     return low, i_g, count
 
 
-@triton.jit(do_not_specialize=["N", "T", "lead", "span"])
+@triton.jit(do_not_specialize=["T", "lead", "span"])
 def link_kernel(
     p_enter,
     p_move,
     p_cu,
-    N,
     T,
     lead,
     span,

@@ -8,7 +8,8 @@ One program per (span, head, V-slice), the state in fp32 registers as in `scan`.
 sequence, or what lies between two checkpoints of it, each span starting from its own row. Written,
 in io dtype and by slot: S at every chunk's start [V, K], and the corrected values U [C, V].
 
-As in `scan`, v and w reach their accumulators by a product with the unit matrix.
+As in `scan`, v and w reach their accumulators by a product with the unit matrix, and with SPLIT the
+operands around a large inverse are in two parts: of U both are written.
 
 Loads of one chunk: (1 or 2) C K + C V + C C io elements, staged by the software pipeline.
 """
@@ -16,7 +17,7 @@ Loads of one chunk: (1 or 2) C K + C V + C C io elements, staged by the software
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.factor import load_beta
+from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, load_beta, rest
 from lagraph.engines.triton.kernels.index import ROWS, checkpoint_base, locate, sequence_span
 
 __all__ = ["states_kernel"]
@@ -49,7 +50,6 @@ def states_kernel(
     s_wt,
     s_wh,
     s_bt,
-    s_bs,
     s_bh,
     s_0n,
     s_0h,
@@ -68,10 +68,12 @@ def states_kernel(
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
     EVERY: tl.constexpr,
+    SPLIT: tl.constexpr,
     PREC: tl.constexpr,
 ):
     NV: tl.constexpr = V // BV
     IO: tl.constexpr = p_k.dtype.element_ty
+    PARTS: tl.constexpr = 2 if SPLIT else 1
     pid = tl.program_id(0).to(tl.int64)
     i_v = pid % NV
     i_h = (pid // NV) % HO
@@ -105,6 +107,7 @@ def states_kernel(
     o_b = tl.arange(0, BV)
     b_unit = tl.where(o_b[:, None] == o_b[None, :], 1.0, 0.0).to(IO)
     p_kh = p_k + (i_h // (HO // HK)) * s_kh
+    size = inverse_growth(p_t, (first + i_first) * HO + i_h, C, SPLIT)
     for i_c in range(i_first, last):
         block = (first + i_c) * HO + i_h
         o_t = i_c * C + o_i
@@ -125,8 +128,11 @@ def states_kernel(
             s_ki = o_tok * s_kt + o_sub * s_ks
             b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
         if DELTA and not ERASE_KEY:
-            o_beta = o_tok * s_bt + o_sub * s_bs + i_h * s_bh
-            b_beta = load_beta(p_beta, o_beta, m_t, SIGMOID, DOUBLE)
+            if KEY_GATE:
+                o_beta = o_tok * s_bt + i_h * s_bh
+                b_beta = load_beta(p_beta, o_beta, m_t, SIGMOID, DOUBLE)
+            else:
+                b_beta = tl.load(p_row + 4 * C + o_i)
         s_vi = o_tok * s_vt + o_sub * s_vs
         b_v = tl.load(p_vh + s_vi[:, None], mask=m_t[:, None], other=0.0)  # [C, BV]
         b_s16 = b_s.to(IO)
@@ -145,16 +151,38 @@ def states_kernel(
                 b_r += tl.dot(b_unit, tl.trans(b_v), input_precision=PREC) * b_w
             if not ERASE_KEY:
                 b_r *= b_beta[None, :]
-            b_t = tl.load(p_t + block * (C * C) + o_i[:, None] * C + o_i[None, :])  # [C, C]
-            b_u = tl.dot(b_r.to(IO), tl.trans(b_t), input_precision=PREC)
+            p_tt = p_t + block * (PARTS * C * C)
+            b_t = tl.load(p_tt + o_i[:, None] * C + o_i[None, :])  # [C, C]
+            b_r16 = b_r.to(IO)
+            b_u = tl.dot(b_r16, tl.trans(b_t), input_precision=PREC)
             b_u16 = b_u.to(IO)
-            tl.store(p_u + block * (C * V) + o_i[None, :] * V + o_v[:, None], b_u16)
+            p_ut = p_u + block * (PARTS * C * V) + o_i[None, :] * V + o_v[:, None]
+            tl.store(p_ut, b_u16)
         else:
             b_u = tl.dot(b_unit, tl.trans(b_v), input_precision=PREC)  # [BV, C]
 
         if KEY_GATE:
             b_s *= b_decay[None, :]
+            b_uk = b_u.to(IO)
         else:
             b_s *= tl.exp2(b_decay)
-            b_u16 = (b_u * b_kf[None, :]).to(IO)
-        b_s = tl.dot(b_u16, b_k, b_s, input_precision=PREC)
+            b_uk = (b_u * b_kf[None, :]).to(IO)
+        b_s = tl.dot(b_uk, b_k, b_s, input_precision=PREC)
+
+        if SPLIT:
+            flag = True
+            if SPLIT == 2:
+                flag = size > GROWTH
+                i_x = first + tl.minimum(i_c + 1, last - 1)
+                size = inverse_growth(p_t, i_x * HO + i_h, C, SPLIT)
+            if flag:
+                o_up = o_i[None, :] * C + o_i[:, None]
+                m_up = o_i[None, :] >= o_i[:, None]
+                b_tl = tl.load(p_tt + C * C + o_up, mask=m_up, other=0.0)
+                b_u = tl.dot(b_r16, b_tl, b_u, input_precision=PREC)
+                b_u = tl.dot(rest(b_r, IO), tl.trans(b_t), b_u, input_precision=PREC)
+                b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
+                tl.store(p_ut + C * V, b_ul)
+                if not KEY_GATE:
+                    b_ul = (b_u * b_kf[None, :] - b_uk.to(tl.float32)).to(IO)
+                b_s = tl.dot(b_ul, b_k, b_s, input_precision=PREC)

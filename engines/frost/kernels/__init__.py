@@ -1,0 +1,1 @@
+"""CuTe DSL kernels. Importing them loads `cutlass`: only a plan does."""

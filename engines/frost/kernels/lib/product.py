@@ -1,0 +1,103 @@
+"""Warpgroup products: issue, and the registers in which results become operands."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+__all__ = [
+    "accumulator",
+    "as_operand",
+    "issue",
+    "loader",
+    "of_registers",
+    "of_shared",
+    "pair",
+    "storer",
+]
+
+ROWS = 64  # rows of a warpgroup's product
+
+
+def of_shared(dtype, columns):
+    """a [64, k] @ b [columns, k]^T, both row-major in shared memory."""
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM,
+        OperandMajorMode.K, OperandMajorMode.K,
+    )  # fmt: skip
+    return cute.make_tiled_mma(op)
+
+
+def of_registers(dtype, columns, major=OperandMajorMode.K):
+    """a [64, k] in registers @ b [columns, k]^T; `major` MN reads b as the transpose of a tile."""
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, major
+    )
+    return cute.make_tiled_mma(op)
+
+
+@cute.jit
+def accumulator(thread, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+    return thread.make_fragment_C(thread.partition_shape_C((rows, columns)))
+
+
+@cute.jit
+def as_operand(
+    thread,
+    acc: cute.Tensor,
+    dtype: cutlass.Constexpr,
+    rows: cutlass.Constexpr,
+    k: cutlass.Constexpr,
+):
+    """An operand fragment and the same registers in the accumulator's order: what is written to the
+    second is read as the first, since both keep pairs, rows r and r + 8, groups of eight."""
+    operand = cute.make_rmem_tensor(thread.partition_shape_A((rows, k)), dtype)
+    return operand, cute.make_tensor(operand.iterator, acc.layout)
+
+
+@cute.jit
+def issue(mma, acc, a, b, accumulate: cutlass.Constexpr):
+    """acc (+)= a @ b^T over the whole k of the fragments, as one group that is not waited for."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(b, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, True if k else accumulate)
+        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def issue_block(
+    mma, acc, a, b, n: cutlass.Constexpr, first: cutlass.Constexpr, count: cutlass.Constexpr,
+    accumulate: cutlass.Constexpr,
+):  # fmt: skip
+    """As `issue`: block `n` of b's rows, `count` blocks of k, a's from 0, b's from `first`."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(count):
+        mma.set(warpgroup.Field.ACCUMULATE, True if k else accumulate)
+        block = cute.append_ones(b[None, n, first + k], up_to_rank=2)
+        part = a[None, None, k] if cutlass.const_expr(cute.rank(a) == 3) else a
+        cute.gemm(mma, acc, part, block, acc)
+    warpgroup.commit_group()
+
+
+def loader(dtype, mma):
+    """Copy of a tile, stored transposed, into the order of an accumulator."""
+    return cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), dtype), mma
+    )
+
+
+def storer(dtype, mma, transpose):
+    """Copy of an accumulator's 16-bit values into a tile, or into a transposed one."""
+    return cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype), mma
+    )
+
+
+@cute.jit
+def pair(row: cute.Tensor, lane, group: cutlass.Constexpr):
+    """Of a row of numbers, one a column, the two of this thread's columns in a group of eight."""
+    start = row.iterator + cute.assume(8 * group + 2 * (lane % 4), divby=2)
+    values = cute.make_rmem_tensor(2, Float32)
+    cute.autovec_copy(cute.make_tensor(start, cute.make_layout(2)), values)
+    return values[0], values[1]
