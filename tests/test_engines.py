@@ -168,7 +168,7 @@ def test_pool(engine, family, state, index):
     want = oracle.forward(family, x, output_final_state=True)
     got = run(engine, case, "forward", x)
     assert got["final_state"].data_ptr() == pool.data_ptr()
-    check({"O": got["O"], "final_state": pool}, want, F32, names=("O", "final_state"))
+    check({"O": got["O"], "final_state": pool}, want, case.dtype, names=("O", "final_state"))
     idle = [2, 4, 5, 7]
     check_bitwise({"idle": pool[idle]}, {"idle": before[idle]})
     check_bitwise({"empty": pool[[8, 1]]}, {"empty": before[[8, 1]]})
@@ -183,7 +183,7 @@ def test_pool_is_not_written_unasked(engine, family):
     before = x["initial_state"].clone()
     want = oracle.forward(family, x)
     got = run(engine, case, "forward", x, output_final_state=False)
-    check(got, want, F32, names=("O",))
+    check(got, want, case.dtype, names=("O",))
     check_bitwise({"pool": x["initial_state"]}, {"pool": before})
 
 
@@ -198,7 +198,8 @@ def test_pool_with_gaps(engine, family):
     wide[:, 0] = dense
     x["initial_state"] = wide[:, 0]
     got = run(engine, case, "forward", x)
-    check({"O": got["O"], "final_state": wide[:, 0]}, want, F32, names=("O", "final_state"))
+    got = {"O": got["O"], "final_state": wide[:, 0]}
+    check(got, want, case.dtype, names=("O", "final_state"))
     assert wide[:, 1].isnan().all()
 
 

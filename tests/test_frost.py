@@ -512,7 +512,8 @@ def test_compiled_without_a_gpu_and_loaded_elsewhere(tmp_path):
 @needs_compiler
 def test_the_report_counts_registers_and_fails_on_spills():
     """On kernels of which one spills and the others do not."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, str(REPORT), "--engine", "frost", "--signatures"]
     good, bad = (
         subprocess.run([*command, name], capture_output=True, text=True, env=environment)

@@ -352,6 +352,8 @@ def test_b31_permuted_state(engine, family, direction):
     for view in (storage.permute(1, 0, 2, 3), storage.mT.contiguous().mT.permute(1, 0, 2, 3)):
         placed = to(engine.device, x) | {"initial_state": view}
         got, refusal = attempt(lambda x=placed: run(engine, family, x, direction))
+        if refusal and "does not serve" in refusal:
+            pytest.skip(refusal)
         if refusal:
             assert "initial_state" in refusal
             continue

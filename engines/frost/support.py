@@ -10,8 +10,19 @@ __all__ = ["KERNELS", "PREFER", "SUPPORT"]
 KERNELS = {("gdn", "forward"): "lagraph.engines.frost.kernels.forward:Forward"}
 
 # Where the engine is chosen without a pin: where it was measured faster than those after it. A row
-# holds the measurement. None yet.
-PREFER: tuple[Preference, ...] = ()
+# holds the measurement. One CTA walks a sequence and head, so that with fewer heads one long
+# sequence leaves SMs idle; Triton cuts it. Strengths up to 2 amplify rounding: see docs/engines.md.
+PREFER: tuple[Preference, ...] = (
+    Preference(
+        "gdn",
+        "forward",
+        where="64 heads or more, strengths up to 1",
+        measured="H200, bf16, 8 x 1024 tokens, 16/64 heads, slow gates: 0.195 ms, Triton 0.360",
+        holds=lambda problem: (
+            problem.sizes["HO"] >= 64 and not getattr(problem.options, "allow_neg_eigval", False)
+        ),
+    ),
+)
 
 SUPPORT = SupportTable(
     devices=frozenset({"cuda"}),

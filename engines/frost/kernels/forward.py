@@ -651,10 +651,10 @@ class ForwardKernel:
                 key, query = Float32(1.0), scale
                 if cutlass.const_expr(sig.norm):
                     key, query = norms[tid, 0], scale * norms[tid, 1]
-                inward = cute.math.exp2(b, fastmath=True)
+                inward = gate.finite_power(b)
                 rows[tid, ERASE, at_f.index] = inward * key
                 rows[tid, QUERY, at_f.index] = inward * query
-                rows[tid, WRITE, at_f.index] = cute.math.exp2(total - b, fastmath=True) * key
+                rows[tid, WRITE, at_f.index] = gate.finite_power(total - b) * key
                 if tid == 0:
                     last[at_f.index] = cute.math.exp2(total, fastmath=True)
             if warp == 0:
@@ -710,7 +710,7 @@ class ForwardKernel:
             for e in cutlass.range_constexpr(4):
                 i = 4 * group + e
                 b, strength, key, _ = mine[e // 2]
-                power = cute.math.exp2(b - b_columns[e % 2], fastmath=True)
+                power = gate.finite_power(b - b_columns[e % 2])
                 value = kk[i] * power * keys[e % 2]
                 row, column = place[i]
                 if cutlass.const_expr(group // 2 == w):
@@ -731,7 +731,7 @@ class ForwardKernel:
                     masked[i] = self.dtype(0.0)
                 else:
                     b, _, _, query = mine[e // 2]
-                    power = cute.math.exp2(b - b_columns[e % 2], fastmath=True)
+                    power = gate.finite_power(b - b_columns[e % 2])
                     value = query * qk[i] * power * keys[e % 2]
                     if cutlass.const_expr(group // 2 == w):
                         row, column = place[i]

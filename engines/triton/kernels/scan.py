@@ -146,6 +146,10 @@ def _advance(
         o_t = i_c * C + o_i
         m_t = o_t < length
         o_tok = begin + o_t // NS
+        if SATURATE:  # noqa: SIM102
+            # Here, where the last product is waited for in any case.
+            if risen > 0.0:  # strengths of zero shall leave what has overflown
+                b_s = tl.where(b_s > TOP, TOP, tl.where(b_s < -TOP, -TOP, b_s))
         if p_check is not None:  # noqa: SIM102 (only the inner test is a run-time one)
             if (i_c * C) % EVERY == 0:
                 tl.store(
@@ -262,11 +266,10 @@ def _advance(
         if SATURATE:
             rise = tl.load(p_x + block * (C * C) + (C - 2)) if KEY_GATE else b_decay
             risen = tl.maximum(risen, rise)
-            if risen > 0.0:  # strengths of zero shall leave what has overflown
-                b_s = tl.where(b_s > TOP, TOP, tl.where(b_s < -TOP, -TOP, b_s))
 
     if SATURATE:  # noqa: SIM102
         if risen > 0.0:
+            b_s = tl.where(b_s > TOP, TOP, tl.where(b_s < -TOP, -TOP, b_s))
             b_s = tl.where(tl.abs(b_s) >= TOP, b_s * TOP, b_s)
     return b_s
 

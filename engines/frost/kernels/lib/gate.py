@@ -4,10 +4,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-__all__ = ["LOG2E", "log2_decay", "strength", "sums"]
+__all__ = ["LOG2E", "finite_power", "log2_decay", "strength", "sums"]
 
 LOG2E = 1.4426950408889634
 FLOOR = 1e-10  # of linear decays
+MOST = 126.0  # of exponents
+
+
+@cute.jit
+def finite_power(exponent):
+    """2^exponent, kept finite: where positive gates grow it, times a strength of zero it is zero."""
+    return cute.math.exp2(cutlass.min(exponent, Float32(MOST)), fastmath=True)
 
 
 @cute.jit
