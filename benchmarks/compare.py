@@ -94,6 +94,7 @@ CASES = (
     Case("gdn", 1, 32768, 8, 32, ("fwd",)),
     Case("gdn", 1, 32768, 2, 8, ("fwd",)),
     Case("gdn", 8, 1024, 16, 64, ("fwd",)),
+    Case("gdn", 1, 32768, 16, 64, ("fwd",)),  # where preferring the frost engine costs most
     Case("gdn", 1, 2048, 16, 32, ("fwd",)),  # little work: what the host costs
     Case("gdn", 4, 8192, 16, 32, ("f+b",)),
     Case("kda", 1, 8192, 64, 64, ("fwd",)),
