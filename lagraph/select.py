@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from lagraph.problem import Problem
     from lagraph.registry import EngineRow
 
-__all__ = ["PlanName", "Preference", "SupportTable", "Verdict", "rank", "select", "verdicts"]
+__all__ = [
+    "PlanName", "Preference", "SupportTable", "Verdict", "rank", "select", "shares", "verdicts",
+]  # fmt: skip
 
 _NAME = re.compile(r"(?P<base>[a-z0-9_]+)(?:\[(?P<knobs>[^\]]*)\])?")
 
@@ -35,6 +37,7 @@ class Preference:
     """Problems for which an engine was measured faster than those after it in the registry.
 
     where: which of them, in words; holds: the same, as a predicate; None for all of them.
+    least: sequences x heads from which it is faster: fewer leave its SMs idle.
     measured: the measurement behind it: device, shapes, times of both, commit.
     """
 
@@ -43,11 +46,14 @@ class Preference:
     where: str
     measured: str
     holds: Callable[[Problem], bool] | None = None
+    least: int = 0
 
-    def __call__(self, problem: Problem) -> bool:
-        """Whether the problem is one of them."""
+    def sequences(self, problem: Problem) -> int | None:
+        """From how many sequences on the problem is one of them; None if it is not."""
         same = (problem.family, problem.direction) == (self.family, self.direction)
-        return same and (self.holds is None or self.holds(problem))
+        if not same or not (self.holds is None or self.holds(problem)):
+            return None
+        return max(-(-self.least // problem.sizes["HO"]), 1) if self.least else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,15 @@ class SupportTable:
     prefer: tuple[Preference, ...] | None = None
     summary: str = ""
 
-    def chosen(self, problem: Problem) -> bool:
-        """Whether the engine may be chosen for this problem without a pin, where it serves it."""
+    def sequences(self, problem: Problem) -> int | None:
+        """From how many sequences on the engine may be chosen without a pin, where it serves the
+        problem; None if never."""
         if problem.device not in self.default_on:
-            return False
-        return self.prefer is None or any(preference(problem) for preference in self.prefer)
+            return None
+        if self.prefer is None:
+            return 1
+        found = [preference.sequences(problem) for preference in self.prefer]
+        return min((least for least in found if least is not None), default=None)
 
     def reasons(self, problem: Problem) -> list[str]:
         """Why this engine declines the problem; empty if it serves it."""
@@ -151,7 +161,8 @@ class PlanName:
 class Verdict:
     """One engine's answer to one problem.
 
-    ok: it can run the problem. default: it may be chosen without a pin. reasons: why not, in words.
+    ok: it can run the problem. default: it may be chosen without a pin, whatever the number of
+    sequences. reasons: why not, in words. sequences: from how many on it may be chosen, or None.
     """
 
     plan: str
@@ -159,10 +170,13 @@ class Verdict:
     ok: bool
     default: bool
     reasons: tuple[str, ...] = ()
+    sequences: int | None = None
 
     def __str__(self) -> str:
         if self.ok and self.default:
             return f"{self.plan}: serves"
+        if self.ok and self.sequences:
+            return f"{self.plan}: serves operators of {self.sequences} sequences or more, or pinned"
         if self.ok:
             return f"{self.plan}: serves when pinned"
         return f"{self.plan}: {'; '.join(self.reasons)}"
@@ -204,8 +218,9 @@ def verdicts(problem: Problem) -> tuple[Verdict, ...]:
     for row in registry.ENGINES:
         table: SupportTable = registry.load(row.table)
         reasons = (*missing(row), *table.reasons(problem))
-        default = table.chosen(problem)
-        found.append(Verdict(plan_of(problem, row.name), row.name, not reasons, default, reasons))
+        least = table.sequences(problem)
+        plan = plan_of(problem, row.name)
+        found.append(Verdict(plan, row.name, not reasons, least == 1, reasons, least))
     return tuple(found)
 
 
@@ -239,6 +254,21 @@ def select(problem: Problem, plan_name: str | None = None) -> PlanName:
     raise PlanNotOffered(
         f"plan_name: no plan {pinned.base!r} for {_title(problem)}. Plans are: {offered}."
     )
+
+
+def shares(problem: Problem) -> tuple[tuple[int, PlanName], ...]:
+    """The plans that an operator's calls without a pin are shared among: each serves from so many
+    sequences on, the largest number first. How many there are is known when a call is made.
+
+    Raises `NoEngine`, with every engine's reason, where nothing serves.
+    """
+    found: list[tuple[int, PlanName]] = []
+    for verdict in verdicts(problem):
+        if verdict.ok and verdict.sequences:
+            found.append((verdict.sequences, PlanName(verdict.plan)))
+            if verdict.default:
+                return tuple(found)
+    raise NoEngine(nothing_serves(problem))
 
 
 def engine(problem: Problem, name: PlanName) -> Any:

@@ -969,7 +969,9 @@ def test_it_is_pinned_and_not_chosen_until_it_is_preferred(monkeypatch):
     assert select.select(problem, "gdn_frost").base == "gdn_frost"
     assert select.select(problem, "gdn_frost[rows=64]").knobs == (("rows", 64),)
     told = {v.plan: str(v) for v in select.verdicts(problem)}
-    assert told["gdn_frost"] == "gdn_frost: serves when pinned"
+    least = -(-support.PREFER[0].least // problem.sizes["HO"])
+    words = f"gdn_frost: serves operators of {least} sequences or more, or pinned"
+    assert told["gdn_frost"] == words
 
     def few(problem):
         return problem.sizes["HO"] < 4
@@ -981,7 +983,55 @@ def test_it_is_pinned_and_not_chosen_until_it_is_preferred(monkeypatch):
     assert select.select(described(given(H=4))[0]).base == "gdn_triton"
     assert select.select(described(given(K=32))[0]).base == "gdn_triton", "preferred, not served"
     summary = replace(problem, direction="backward")
-    assert not preferring.chosen(summary)
+    assert preferring.sequences(summary) is None
+
+
+def test_calls_are_shared_where_few_sequences_would_leave_it_idle(monkeypatch):
+    monkeypatch.setattr(select, "missing", lambda row: ())
+    problem = described(given())[0]
+    HO = problem.sizes["HO"]
+    for least, want in ((4 * HO, 4), (4 * HO + 1, 5), (HO, 1), (1, 1)):
+        row = select.Preference("gdn", "forward", "many", "2 times on an H200", least=least)
+        monkeypatch.setattr(support, "SUPPORT", replace(support.SUPPORT, prefer=(row,)))
+        found = [(n, name.base) for n, name in select.shares(problem)]
+        assert found == [(want, "gdn_frost"), (1, "gdn_triton")][: 2 if want > 1 else 1]
+    refused = replace(problem, arch=75)
+    with pytest.raises(errors.NoEngine):
+        select.shares(refused)
+
+
+def test_a_call_runs_the_engine_of_its_number_of_sequences(monkeypatch):
+    """What a plan shares is made when it is first needed, and outputs are the same."""
+    row = select.Preference("gdn", "forward", "many", "measured", least=6)
+    fast = fake.Engine("fast", bytes_per_token=5, prefer=(row,))
+    fake.install(monkeypatch, fast)
+    try:
+        for N in (2, 3, 2, 4):
+            fake.RUNS.clear()
+            *x, cu = gdn_call(N, heads=2)
+            out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=cu)
+            assert out.shape == x[2].shape
+            assert [run[0] for run in fake.RUNS] == ["fast"] * (N >= 3)
+            assert bool(out.any()) == (N < 3), "the fake engine writes zeros"
+        assert {len(workspace) for workspace in fast.workspaces} == {9 * 5, 12 * 5}
+        fake.RUNS.clear()
+        lagraph.ops.gated_delta_net(*x, cu_seqlens=cu, plan_name="gdn_eager")
+        assert not fake.RUNS, "a pin is obeyed"
+    finally:
+        monkeypatch.undo()
+        fake.forget()
+
+
+def gdn_call(N, heads):
+    """q, k, v, g, beta and offsets of N sequences of 3 tokens."""
+    T, rng = 3 * N, torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=rng)
+
+    q, k, v = (draw(T, heads, 16) for _ in range(3))
+    offsets = torch.arange(0, T + 1, 3, dtype=torch.int32)
+    return q, k / k.norm(dim=-1, keepdim=True), v, -draw(T, heads).abs(), draw(T, heads), offsets
 
 
 def test_a_preference_decides_where_an_engine_may_be_chosen(monkeypatch):
@@ -1093,3 +1143,55 @@ def test_a_toy_on_a_stream(toys):
         out, _ = pinned(x, scale=1.0)
     torch.cuda.current_stream().wait_stream(stream)
     assert (out == 5).all()
+
+
+# The kernel on a GPU ----------------------------------------------------------------------------
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs SM90",
+)
+
+
+def tokens_on_gpu(lengths, H, HO, K, V):
+    """Inputs of a GDN call, bf16, slow gates; offsets last."""
+    T, rng = sum(lengths), torch.Generator(device="cuda").manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=rng, device="cuda")
+
+    q, k = (torch.nn.functional.normalize(draw(T, H, K), dim=-1).to(BF16) for _ in range(2))
+    g = -0.1 * torch.nn.functional.softplus(draw(T, HO))
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    return q, k, draw(T, HO, V).to(BF16), g, draw(T, HO).sigmoid(), offsets
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    "lengths", [(1, 63, 64, 65, 0, 200, 0, 517), (4096,)], ids=["ragged", "one"]
+)
+@pytest.mark.parametrize(
+    ("K", "V", "knobs"), [(128, 128, ""), (128, 128, "[rows=64]"), (128, 64, ""), (64, 64, "")]
+)
+def test_launches_repeat_each_other(lengths, K, V, knobs):
+    """A tile that is given back too early shows in some launches, where loads are fast."""
+    *x, offsets = tokens_on_gpu(lengths, 2, 4, K, V)
+    first = None
+    for _ in range(60):
+        out, final = lagraph.ops.gated_delta_net(
+            *x, cu_seqlens=offsets, output_final_state=True, plan_name=f"gdn_frost{knobs}"
+        )
+        first = first or (out, final)
+        assert torch.equal(out, first[0])
+        assert torch.equal(final, first[1])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("sequences", "plan"), [(1, "gdn_triton"), (4, "gdn_frost")])
+def test_calls_are_shared_by_sequences(sequences, plan):
+    *x, offsets = tokens_on_gpu((200,) * sequences, 16, 32, 128, 128)
+    out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets)
+    want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name=plan)
+    assert torch.equal(out, want)

@@ -10,17 +10,18 @@ __all__ = ["KERNELS", "PREFER", "SUPPORT"]
 KERNELS = {("gdn", "forward"): "lagraph.engines.frost.kernels.forward:Forward"}
 
 # Where the engine is chosen without a pin: where it was measured faster than those after it. A row
-# holds the measurement. One CTA walks a sequence and head, so that with fewer heads one long
-# sequence leaves SMs idle; Triton cuts it. Strengths up to 2 amplify rounding: see docs/engines.md.
+# holds the measurement. One CTA walks a sequence and head, so that few of them leave SMs idle:
+# Triton cuts sequences. Strengths up to 2 amplify rounding: see docs/engines.md.
 PREFER: tuple[Preference, ...] = (
     Preference(
         "gdn",
         "forward",
-        where="64 heads or more, strengths up to 1",
-        measured="H200, bf16, 8 x 1024 tokens, 16/64 heads, slow gates: 0.195 ms, Triton 0.360",
-        holds=lambda problem: (
-            problem.sizes["HO"] >= 64 and not getattr(problem.options, "allow_neg_eigval", False)
-        ),
+        where="64 sequences x heads or more, strengths up to 1",
+        measured="H200, bf16, slow gates, ms, Triton's in brackets: 1 x 32768 tokens, 16/64 heads "
+        "1.388 (1.753) at 59c90dc; 4 x 8192, 16/32 0.349 (0.700) and 8 x 1024, 16/64 0.195 (0.360) "
+        "at 3db077f",
+        holds=lambda problem: not getattr(problem.options, "allow_neg_eigval", False),
+        least=64,
     ),
 )
 

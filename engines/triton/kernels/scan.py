@@ -43,8 +43,8 @@ from lagraph.engines.triton.kernels.segment import locate_segment, sequence_segm
 __all__ = ["scan_kernel", "span_decay_kernel"]
 
 
-# Positive gates: such a state is kept below TOP, so that its products with zeros are zeros; what is
-# at TOP when it leaves is infinite.
+# Positive gates: a chunk's decay stays finite, so that its products with zeros are zeros; a state
+# that is at TOP when it leaves is infinite.
 TOP = tl.constexpr(2.0**120)
 
 
@@ -146,10 +146,6 @@ def _advance(
         o_t = i_c * C + o_i
         m_t = o_t < length
         o_tok = begin + o_t // NS
-        if SATURATE:  # noqa: SIM102
-            # Here, where the last product is waited for in any case.
-            if risen > 0.0:  # strengths of zero shall leave what has overflown
-                b_s = tl.where(b_s > TOP, TOP, tl.where(b_s < -TOP, -TOP, b_s))
         if p_check is not None:  # noqa: SIM102 (only the inner test is a run-time one)
             if (i_c * C) % EVERY == 0:
                 tl.store(
@@ -269,7 +265,6 @@ def _advance(
 
     if SATURATE:  # noqa: SIM102
         if risen > 0.0:
-            b_s = tl.where(b_s > TOP, TOP, tl.where(b_s < -TOP, -TOP, b_s))
             b_s = tl.where(tl.abs(b_s) >= TOP, b_s * TOP, b_s)
     return b_s
 

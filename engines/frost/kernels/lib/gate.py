@@ -13,7 +13,7 @@ MOST = 126.0  # of exponents
 
 @cute.jit
 def finite_power(exponent):
-    """2^exponent, kept finite: where positive gates grow it, times a strength of zero it is zero."""
+    """2^exponent, kept finite: what positive gates grow is zero times a strength of zero."""
     return cute.math.exp2(cutlass.min(exponent, Float32(MOST)), fastmath=True)
 
 

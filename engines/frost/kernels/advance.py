@@ -1,0 +1,213 @@
+"""The state's warpgroups: 64 rows of V each through all chunks, all products with the state."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from lagraph.engines.frost.kernels.lib import product, ragged
+from lagraph.engines.frost.kernels.tile import (
+    ERASE,
+    FACTOR_STAGES,
+    K_STAGES,
+    O_STAGES,
+    PART,
+    Q_STAGES,
+    QUERY,
+    SLICE,
+    V_STAGES,
+    WRITE,
+    C,
+)
+
+__all__ = ["advance"]
+
+
+@cute.jit
+def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, states, work, wg):
+    """The life of warpgroup `wg`. states: initial state, state indices, final state."""
+    dtype, chunks = sig.io, work.chunks
+    initial, index, final = states
+    rows, last = numbers.rows, numbers.last
+    pipe_q, pipe_k, pipe_v, pipe_f, _ = rings
+    tid = cute.arch.thread_idx()[0] % 128
+    lane = cute.arch.lane_idx()
+    first_warp = cute.arch.make_warp_uniform(tid // 32) == 0
+
+    # a [64 rows of V, ...] in registers, by tiles of tokens and by the transpose of K.
+    by_token = product.of_registers(dtype, C)
+    by_part = product.of_registers(dtype, PART)
+    by_key = product.of_registers(dtype, sig.K, OperandMajorMode.MN)
+    thread, thread_k = by_token.get_slice(tid), by_key.get_slice(tid)
+    bK = thread.make_fragment_B(thread.partition_B(tiles.K))
+    bQ = thread.make_fragment_B(thread.partition_B(tiles.Q))
+    thread_p = by_part.get_slice(tid)
+    bT = thread_p.make_fragment_B(thread_p.partition_B(tiles.T))
+    bP = thread.make_fragment_B(thread.partition_B(tiles.P))
+    bKt = thread_k.make_fragment_B(thread_k.partition_B(transposed(tiles.K)))
+
+    S = product.accumulator(thread_k, SLICE, sig.K)
+    X = product.accumulator(thread, SLICE, C)
+    O = product.accumulator(thread, SLICE, C)
+    U = product.accumulator(thread_p, SLICE, PART)
+    W = tuple(product.accumulator(thread_p, SLICE, PART) for _ in range(C // PART))
+    count = cute.size(U)
+    S_in, S_low = product.as_operand(thread, S, dtype, SLICE, sig.K)
+    W_in, W_low = product.as_operand(thread, X, dtype, SLICE, C)
+    U_in, U_low = product.as_operand(thread, X, dtype, SLICE, C)
+    part_in, part_low = product.as_operand(thread_p, U, dtype, SLICE, PART)
+
+    load = product.loader(dtype, by_token)
+    from_v = load.get_slice(tid)
+    mine = cute.local_tile(transposed(tiles.V), (SLICE, C, V_STAGES), (wg, 0, 0))
+    v_source = from_v.partition_S(mine)
+    value = cute.make_rmem_tensor(X.shape, dtype)
+    v_target = from_v.retile(value)
+
+    store = product.storer(dtype, by_token, transpose=True)
+    to_o = store.get_slice(tid)
+    o_target = to_o.partition_D(transposed(tiles.O))
+    result = cute.make_rmem_tensor(O.shape, dtype)
+    o_source = to_o.retile(result)
+    o_shared, o_global = ragged.partition(
+        atom_o, tiles.O, ragged.tiles(view_o, work.head, work.begin, work.end, (C, SLICE))
+    )
+    column = work.part * sig.slices + wg
+
+    # The state that enters, read in the accumulator's own order.
+    row = work.seq
+    padding = False
+    if cutlass.const_expr(index is not None):
+        row = Int32(index[work.seq])
+        padding = row < 0
+        pool = initial if cutlass.const_expr(initial is not None) else final
+        row = cutlass.min(cutlass.max(row, Int32(0)), Int32(pool.shape[0]) - 1)
+    if cutlass.const_expr(final is not None):
+        # Here: a product in the loop takes `thread_k` along.
+        ours = cute.local_tile(final[row, work.head, None, None], (SLICE, sig.K), (column, 0))
+        target = thread_k.partition_C(ours)
+    if cutlass.const_expr(initial is not None):
+        theirs = cute.local_tile(initial[row, work.head, None, None], (SLICE, sig.K), (column, 0))
+        source = thread_k.partition_C(theirs)
+        raw = cute.make_rmem_tensor(S.shape, initial.element_type)
+        cute.autovec_copy(source, raw)
+        S.store(raw.load().to(Float32))
+    else:
+        S.fill(0.0)
+    S_low.store(S.load().to(dtype))
+
+    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
+    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
+    at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, V_STAGES)
+    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, FACTOR_STAGES)
+    if cutlass.const_expr(sig.stagger):  # noqa: SIM102 - one at compile time, one at run time
+        if wg == 1:  # the first warpgroup goes first
+            cute.arch.barrier_arrive(barrier_id=4, number_of_threads=256)
+    for c in cutlass.range(chunks, unroll=1):
+        pipe_k.consumer_wait(at_k)
+        if cutlass.const_expr(sig.stagger):
+            cute.arch.barrier(barrier_id=4 + wg, number_of_threads=256)
+        product.issue(by_token, X, S_in, bK[None, None, None, at_k.index], False)
+        pipe_f.consumer_wait(at_f)
+        pipe_v.consumer_wait(at_v)
+        cute.nvgpu.warpgroup.wait_group(0)
+        for group in cutlass.range_constexpr(C // 8):
+            if cutlass.const_expr(group % 2 == 0):
+                pair = group // 2
+                cute.copy(load, v_source[None, None, pair, at_v.index], v_target[None, None, pair])
+            erase = product.pair(rows[None, ERASE, at_f.index], lane, group)
+            for e in cutlass.range_constexpr(4):
+                i = 4 * group + e
+                piece = W[i // count]
+                piece[i % count] = value[i].to(Float32) - erase[e % 2] * X[i]
+
+        # U, 16 tokens at a time: their own, then what they take from those that follow.
+        stage = bT[None, None, None, at_f.index]
+        for p in cutlass.range_constexpr(C // PART):
+            part_low.store(W[p].load().to(dtype))
+            product.issue_block(by_part, U, part_in, stage, p, p, 1, False)
+            if cutlass.const_expr(p == 0):
+                decay = last[at_f.index]
+                for i in cutlass.range_constexpr(cute.size(S)):
+                    S[i] = decay * S[i]
+            if cutlass.const_expr(p == C // PART - 1):
+                if cutlass.const_expr(sig.stagger):  # noqa: SIM102
+                    if wg == 0 or c + 1 < chunks:
+                        cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=256)
+                pipe_q.consumer_wait(at_q)
+                product.issue(by_token, O, S_in, bQ[None, None, None, at_q.index], False)
+                cute.nvgpu.warpgroup.wait_group(1)
+                # Only now are products done that depend on V's loads. A release right after the
+                # loads overtakes them where wgmma keeps shared memory busy: TMA overwrote V.
+                pipe_v.consumer_release(at_v)
+            else:
+                cute.nvgpu.warpgroup.wait_group(0)
+            for i in cutlass.range_constexpr(count):
+                U_low[p * count + i] = U[i].to(dtype)
+            for n in cutlass.range_constexpr(p + 1, C // PART):
+                product.issue_block(by_part, W[n], U_in[None, None, p], stage, n, p, 1, True)
+            scaled(sig, U, W_low, rows[None, WRITE, at_f.index], lane, p)
+            if cutlass.const_expr(p + 1 < C // PART):
+                cute.nvgpu.warpgroup.wait_group(C // PART - 2 - p)
+        cute.nvgpu.warpgroup.wait_group(0)
+        pipe_q.consumer_release(at_q)
+        for group in cutlass.range_constexpr(C // 8):
+            query = product.pair(rows[None, QUERY, at_f.index], lane, group)
+            for e in cutlass.range_constexpr(4):
+                O[4 * group + e] = query[e % 2] * O[4 * group + e]
+        product.issue(by_token, O, U_in, bP[None, None, None, at_f.index], True)
+        product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
+
+        cute.nvgpu.warpgroup.wait_group(1)
+        slot = (c % O_STAGES) * sig.slices + wg
+        emit(sig, O, result, store, o_source, o_target, slot, padding, first_warp, wg)
+        if first_warp:
+            cute.copy(atom_o, o_shared[None, slot], o_global[None, c, column])
+            cute.arch.cp_async_bulk_commit_group()
+        cute.nvgpu.warpgroup.wait_group(0)
+        pipe_k.consumer_release(at_k)
+        cute.arch.sync_warp()
+        if lane == 0:
+            pipe_f.consumer_release(at_f)
+        S_low.store(S.load().to(dtype))
+        at_k.advance()
+        at_q.advance()
+        at_v.advance()
+        at_f.advance()
+
+    if cutlass.const_expr(final is not None):
+        rounded = cute.make_rmem_tensor(S.shape, final.element_type)
+        rounded.store(S.load().to(final.element_type))
+        if not padding:
+            cute.autovec_copy(rounded, target)
+    if first_warp:
+        cute.arch.cp_async_bulk_wait_group(0)
+
+
+def transposed(tile):
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0, 2]))
+
+
+@cute.jit
+def emit(sig: cutlass.Constexpr, O, result, store, source, target, slot, padding, first_warp, wg):
+    """A chunk's output to its tile of shared memory, in sight of TMA."""
+    if cutlass.const_expr(sig.index):
+        for i in cutlass.range_constexpr(cute.size(O)):
+            O[i] = Float32(0.0) if padding else O[i]
+    result.store(O.load().to(sig.io))
+    cute.copy(store, source, target[None, None, None, slot])
+    cute.arch.fence_view_async_shared()
+    if first_warp:  # the store before this one has read its tile, which the next writes
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=wg + 1, number_of_threads=128)
+
+
+@cute.jit
+def scaled(sig: cutlass.Constexpr, U, low, row, lane, part: cutlass.Constexpr):
+    """Columns of U, 16 tokens, by their factors, into the operand of the update."""
+    for group in cutlass.range_constexpr(PART // 8):
+        write = product.pair(row, lane, group + part * (PART // 8))
+        for e in cutlass.range_constexpr(4):
+            i = 4 * group + e
+            low[i + part * cute.size(U)] = (write[e % 2] * U[i]).to(sig.io)

@@ -1,0 +1,250 @@
+"""The last warpgroup: gates, scores, the blocks of L, P, and the rows of factors of a chunk."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32
+
+from lagraph.engines.frost.kernels.lib import gate, inverse, product
+from lagraph.engines.frost.kernels.tile import (
+    BLOCK_STAGES,
+    ERASE,
+    FACTOR_STAGES,
+    K_STAGES,
+    Q_STAGES,
+    QUERY,
+    WRITE,
+    C,
+)
+
+__all__ = ["factor"]
+
+
+@cute.jit
+def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
+    """The warpgroup's whole life. gates: g, beta, a_log, dt_bias."""
+    a_log, dt_bias = gates[2:]
+    blocks, rows, last, sums, strengths, norms = numbers
+    pipe_q, pipe_k, _, pipe_f, pipe_b = rings
+    tid = cute.arch.thread_idx()[0] % 128
+    lane = cute.arch.lane_idx()
+    warp = cute.arch.make_warp_uniform(tid // 32)
+
+    scores = product.of_shared(sig.io, C)
+    thread = scores.get_slice(tid)
+    aK = thread.make_fragment_A(thread.partition_A(tiles.K))
+    aQ = thread.make_fragment_A(thread.partition_A(tiles.Q))
+    bK = thread.make_fragment_B(thread.partition_B(tiles.K))
+    place = thread.partition_C(cute.make_identity_tensor((C, C)))
+    store = product.storer(sig.io, scores, transpose=False)
+    to_p = store.get_slice(tid)
+    p_target, t_target = to_p.partition_D(tiles.P), to_p.partition_D(tiles.T)
+    masked = cute.make_rmem_tensor(place.shape, sig.io)
+    amplitude, bias = Float32(1.0), Float32(0.0)
+    if cutlass.const_expr(a_log is not None):
+        amplitude = cute.math.exp2(a_log[work.head].to(Float32) * gate.LOG2E)
+    if cutlass.const_expr(dt_bias is not None):
+        bias = dt_bias[work.head].to(Float32)
+
+    if warp == 0 and work.chunks > 0:
+        raw = fetch(gates, work, Int32(0), lane)
+        decays(sig, raw, numbers, 0, amplitude, bias, work.begin, work.end, lane)
+    meet(sig)
+
+    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
+    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
+    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, FACTOR_STAGES)
+    at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, BLOCK_STAGES)
+    for c in cutlass.range(work.chunks, unroll=1):
+        turn = c % 2
+        raw = fetch(gates, work, c + 1, lane)
+        kk = product.accumulator(thread, C, C)
+        qk = product.accumulator(thread, C, C)
+        pipe_k.consumer_wait(at_k)
+        key_rows, key_columns = aK[None, None, None, at_k.index], bK[None, None, None, at_k.index]
+        product.issue(scores, kk, key_rows, key_columns, False)
+        if cutlass.const_expr(sig.norm):
+            pipe_q.consumer_wait(at_q)
+            if tid < C:
+                norms[tid, 0] = norm(sig, tiles.K, tid, at_k.index)
+            else:
+                norms[tid - C, 1] = norm(sig, tiles.Q, tid - C, at_q.index)
+            meet(sig)
+        pipe_f.producer_acquire(at_f)
+        pipe_b.producer_acquire(at_b)
+        mine = row_factors(sig, numbers, scale, turn, warp * 16 + lane // 4)
+        cute.nvgpu.warpgroup.wait_group(0)
+        for w in cutlass.range_constexpr(4):
+            if warp == w:
+                inverted = blocks[None, at_b.index]
+                keep(sig, kk, masked, inverted, mine, numbers, place, turn, lane, w)
+        if lane < 16:
+            blocks[4 * inverse.NUMBERS + 16 * warp + lane, at_b.index] = strengths[
+                16 * warp + lane, turn
+            ]
+        cute.arch.sync_warp()
+        if lane == 0:
+            pipe_b.producer_commit(at_b)
+        pipe_q.consumer_wait(at_q)
+        key_columns = bK[None, None, None, at_k.index]
+        product.issue(scores, qk, aQ[None, None, None, at_q.index], key_columns, False)
+
+        # While it runs: an operand, the rows of factors, and the gates of the next chunk.
+        left = to_p.retile(masked)
+        for w in cutlass.range_constexpr(1, 4):
+            if warp == w:
+                for i in cutlass.range_constexpr(w):
+                    target = t_target[(None, i), None, None, at_f.index]
+                    cute.copy(store, left[(None, i), None, None], target)
+        if tid < C:
+            b, total = sums[tid, turn], sums[C - 1, turn]
+            key, query = Float32(1.0), scale
+            if cutlass.const_expr(sig.norm):
+                key, query = norms[tid, 0], scale * norms[tid, 1]
+            inward = gate.finite_power(b)
+            rows[tid, ERASE, at_f.index] = inward * key
+            rows[tid, QUERY, at_f.index] = inward * query
+            rows[tid, WRITE, at_f.index] = gate.finite_power(total - b) * key
+            if tid == 0:
+                last[at_f.index] = cute.math.exp2(total, fastmath=True)
+        if warp == 0:
+            start = work.begin + (c + 1) * C
+            decays(sig, raw, numbers, 1 - turn, amplitude, bias, start, work.end, lane)
+        cute.nvgpu.warpgroup.wait_group(0)
+        pipe_k.consumer_release(at_k)
+        pipe_q.consumer_release(at_q)
+        mine = row_factors(sig, numbers, scale, turn, warp * 16 + lane // 4)
+        for w in cutlass.range_constexpr(4):
+            if warp == w:
+                mask(sig, qk, masked, mine, numbers, place, turn, lane, w)
+        cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            pipe_f.producer_commit(at_f)
+        at_k.advance()
+        at_q.advance()
+        at_f.advance()
+        at_b.advance()
+        meet(sig)
+
+
+# Gates ------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def fetch(gates, work, chunk, lane):
+    """Gates and strengths of this lane's two tokens of a chunk, as they are in memory. Nothing here
+    waits for them."""
+    g, beta, head = gates[0], gates[1], work.head
+    first = cutlass.min(work.begin + chunk * C + 2 * lane, work.end - 1)
+    second = cutlass.min(work.begin + chunk * C + 2 * lane + 1, work.end - 1)
+    return g[first, head], g[second, head], beta[first, head], beta[second, head]
+
+
+@cute.jit
+def decays(sig: cutlass.Constexpr, raw, numbers, turn, amplitude, bias, start, end, lane):
+    """One warp: sums of 64 tokens' decays, and their strengths; none past the end."""
+    sums, strengths = numbers.sums[None, turn], numbers.strengths[None, turn]
+    found = []
+    for i in cutlass.range_constexpr(2):
+        inside = start + 2 * lane + i < end
+        decay = gate.log2_decay(raw[i].to(Float32), amplitude, bias, sig.gate)
+        strength = gate.strength(raw[2 + i].to(Float32), sig.sigmoid, sig.double)
+        found.append(decay if inside else Float32(0.0))
+        strengths[2 * lane + i] = strength if inside else Float32(0.0)
+    sums[2 * lane], sums[2 * lane + 1] = gate.sums(found[0], found[1], lane)
+
+
+# Scores -----------------------------------------------------------------------------------------
+
+
+@cute.jit
+def row_factors(sig: cutlass.Constexpr, numbers, scale, turn, top):
+    """Of rows r and r + 8: cumulative decay, and what scales a row of L, of L without its strength,
+    and of P."""
+    sums, strengths, norms = numbers.sums, numbers.strengths, numbers.norms
+    found = []
+    for i in cutlass.range_constexpr(2):
+        row = top + 8 * i
+        key, query = Float32(1.0), scale
+        if cutlass.const_expr(sig.norm):
+            key, query = norms[row, 0], scale * norms[row, 1]
+        found.append((sums[row, turn], strengths[row, turn] * key, key, query))
+    return found
+
+
+@cute.jit
+def keep(
+    sig: cutlass.Constexpr, kk, joined, blocks, mine, numbers, place, turn, lane,
+    w: cutlass.Constexpr,
+):  # fmt: skip
+    """Rows 16 w to 16 w + 15 of L: the block on the diagonal in fp32 for its inverse, and what lies
+    left of it, without strengths and negated, as an operand."""
+    for group in cutlass.range_constexpr(2 * (w + 1)):
+        b_columns = product.pair(numbers.sums[None, turn], lane, group)
+        keys = key_norms(sig, numbers.norms, lane, group)
+        for e in cutlass.range_constexpr(4):
+            i = 4 * group + e
+            b, strength, key, _ = mine[e // 2]
+            power = gate.finite_power(b - b_columns[e % 2])
+            value = kk[i] * power * keys[e % 2]
+            row, column = place[i]
+            if cutlass.const_expr(group // 2 == w):
+                leaf = inverse.leaf(blocks, w)
+                leaf[row - 16 * w, column - 16 * w] = strength * value
+            else:
+                joined[i] = (-key * value).to(sig.io)
+
+
+@cute.jit
+def mask(
+    sig: cutlass.Constexpr, qk, masked, mine, numbers, place, turn, lane, w: cutlass.Constexpr
+):
+    """Rows 16 w to 16 w + 15 of P, in the io dtype."""
+    for group in cutlass.range_constexpr(C // 8):
+        b_columns = product.pair(numbers.sums[None, turn], lane, group)
+        keys = key_norms(sig, numbers.norms, lane, group)
+        for e in cutlass.range_constexpr(4):
+            i = 4 * group + e
+            if cutlass.const_expr(group > 2 * w + 1):
+                masked[i] = sig.io(0.0)
+            else:
+                b, _, _, query = mine[e // 2]
+                power = gate.finite_power(b - b_columns[e % 2])
+                value = query * qk[i] * power * keys[e % 2]
+                if cutlass.const_expr(group // 2 == w):
+                    row, column = place[i]
+                    value = value if column <= row else Float32(0.0)
+                masked[i] = value.to(sig.io)
+
+
+# Norms ------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def key_norms(sig: cutlass.Constexpr, norms, lane, group: cutlass.Constexpr):
+    """Of this thread's two columns in a group, 1 / |k|; 1 where keys are taken as they are."""
+    if cutlass.const_expr(sig.norm):
+        return product.pair(norms[None, 0], lane, group)
+    return Float32(1.0), Float32(1.0)
+
+
+@cute.jit
+def norm(sig: cutlass.Constexpr, tile, row, stage):
+    """1 / |x| of one row of a tile."""
+    eight = cute.make_rmem_tensor(8, sig.io)
+    total = Float32(0.0)
+    source = cute.logical_divide(tile[row, None, stage], cute.make_layout(8))
+    for i in cutlass.range(sig.K // 8, unroll=2):
+        cute.autovec_copy(source[None, i], eight)
+        for e in cutlass.range_constexpr(8):
+            value = eight[e].to(Float32)
+            total += value * value
+    return cute.math.rsqrt(total + 1e-6, fastmath=True)
+
+
+@cute.jit
+def meet(sig: cutlass.Constexpr):
+    """All threads of this warpgroup."""
+    cute.arch.barrier(barrier_id=1 + sig.slices, number_of_threads=128)

@@ -1,0 +1,85 @@
+"""The first warpgroup: one warp loads keys and queries, one values, two invert blocks."""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+
+from lagraph.engines.frost.kernels.lib import inverse, ragged
+from lagraph.engines.frost.kernels.tile import (
+    BLOCK_STAGES,
+    FACTOR_STAGES,
+    K_STAGES,
+    PART,
+    Q_STAGES,
+    V_STAGES,
+    C,
+)
+
+__all__ = ["invert", "keys", "values"]
+
+
+@cute.jit
+def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, head_q, head_k, work):
+    """Warp 0: every chunk's K and Q."""
+    pipe_q, pipe_k = rings.Q, rings.K
+    begin, end, shape = work.begin, work.end, (C, sig.K)
+    to_q, from_q = ragged.partition(
+        atoms[0], tiles.Q, ragged.tiles(views[0], head_q, begin, end, shape)
+    )
+    to_k, from_k = ragged.partition(
+        atoms[1], tiles.K, ragged.tiles(views[1], head_k, begin, end, shape)
+    )
+    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
+    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, K_STAGES)
+    for c in cutlass.range(work.chunks, unroll=1):
+        pipe_k.producer_acquire(at_k)
+        bar = pipe_k.producer_get_barrier(at_k)
+        cute.copy(atoms[1], from_k[None, c, 0], to_k[None, at_k.index], tma_bar_ptr=bar)
+        at_k.advance()
+        pipe_q.producer_acquire(at_q)
+        bar = pipe_q.producer_get_barrier(at_q)
+        cute.copy(atoms[0], from_q[None, c, 0], to_q[None, at_q.index], tma_bar_ptr=bar)
+        at_q.advance()
+
+
+@cute.jit
+def values(sig: cutlass.Constexpr, atoms, views, tiles, rings, head, work):
+    """Warp 1: every chunk's rows of V."""
+    pipe, atom = rings.V, atoms[2]
+    to, source = ragged.partition(
+        atom, tiles.V, ragged.tiles(views[2], head, work.begin, work.end, (C, sig.rows))
+    )
+    at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, V_STAGES)
+    for c in cutlass.range(work.chunks, unroll=1):
+        pipe.producer_acquire(at)
+        bar = pipe.producer_get_barrier(at)
+        cute.copy(atom, source[None, c, work.part], to[None, at.index], tma_bar_ptr=bar)
+        at.advance()
+
+
+@cute.jit
+def invert(sig: cutlass.Constexpr, tiles, numbers, rings, work, warp):
+    """Warps 2 and 3 (`warp` 0 and 1): of every chunk the inverses of two blocks of 16 tokens, times
+    strengths."""
+    T, blocks = tiles.T, numbers.blocks
+    pipe_f, pipe_b = rings.factors, rings.blocks
+    lane = cute.arch.lane_idx()
+    column = warp * 2 * PART + lane
+    at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, BLOCK_STAGES)
+    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, FACTOR_STAGES)
+    for _ in cutlass.range(work.chunks, unroll=1):
+        pipe_b.consumer_wait(at_b)
+        chunk = blocks[None, at_b.index]
+        strength = chunk[4 * inverse.NUMBERS + column]
+        x = inverse.substitute(chunk.iterator + warp * (2 * inverse.NUMBERS), lane)
+        pipe_f.producer_acquire(at_f)
+        for i in cutlass.range_constexpr(PART):
+            row = column // PART * PART + i
+            T[row, column, at_f.index] = (x[i] * strength).to(sig.io)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if lane == 0:
+            pipe_f.producer_commit(at_f)
+            pipe_b.consumer_release(at_b)
+        at_b.advance()
+        at_f.advance()

@@ -1,0 +1,131 @@
+"""What the warps of a CTA share: its work, its shared memory, and the rings that guard it."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
+
+from lagraph.engines.frost.kernels.lib import inverse, ragged
+from lagraph.engines.frost.kernels.tile import (
+    BLOCK_STAGES,
+    FACTOR_STAGES,
+    FACTORS,
+    K_STAGES,
+    O_STAGES,
+    Q_STAGES,
+    SLICE,
+    V_STAGES,
+    C,
+)
+
+__all__ = ["Numbers", "Rings", "Tiles", "Work", "allocate", "layouts"]
+
+
+class Work(NamedTuple):
+    """What one CTA computes: `part` counts slices of V, tokens are begin to end - 1."""
+
+    seq: Int32
+    head: Int32
+    part: Int32
+    begin: Int32
+    end: Int32
+    chunks: Int32
+
+
+class Tiles(NamedTuple):
+    """Tiles in the swizzle, [rows, columns, stages]."""
+
+    Q: cute.Tensor
+    K: cute.Tensor
+    V: cute.Tensor
+    O: cute.Tensor
+    T: cute.Tensor
+    P: cute.Tensor
+
+
+class Numbers(NamedTuple):
+    """fp32 numbers. Sums are cumulative log2 decays; theirs and the strengths' last mode is a chunk
+    in turn, that of norms is keys and queries."""
+
+    blocks: cute.Tensor  # what the inverse reads: four blocks of L, and the strengths of the chunk
+    rows: cute.Tensor  # [C, FACTORS, stages]
+    last: cute.Tensor  # decay of a whole chunk
+    sums: cute.Tensor
+    strengths: cute.Tensor
+    norms: cute.Tensor
+
+
+class Rings(NamedTuple):
+    """Pipelines: loaded tiles, factors (T, P, rows, last), blocks to invert."""
+
+    Q: Any
+    K: Any
+    V: Any
+    factors: Any
+    blocks: Any
+
+
+def layouts(sig):
+    """Of Q, K, V, O, and T or P."""
+    return (
+        ragged.swizzled(sig.io, C, sig.K, Q_STAGES),
+        ragged.swizzled(sig.io, C, sig.K, K_STAGES),
+        ragged.swizzled(sig.io, C, sig.rows, V_STAGES),
+        ragged.swizzled(sig.io, C, SLICE, O_STAGES * sig.slices),
+        ragged.swizzled(sig.io, C, C, FACTOR_STAGES),
+    )
+
+
+def allocate(sig, laid):
+    """Tiles of these layouts, numbers and rings. The barriers need a fence and a meeting yet."""
+    smem = SmemAllocator()
+    bar_k, bar_q, bar_v, bar_f, bar_b = (
+        smem.allocate_array(Int64, 2 * stages)
+        for stages in (K_STAGES, Q_STAGES, V_STAGES, FACTOR_STAGES, BLOCK_STAGES)
+    )
+    tiles = Tiles(
+        *(smem.allocate_tensor(sig.io, lay.outer, 1024, lay.inner) for lay in (*laid, laid[-1]))
+    )
+
+    def numbers(*shape, align=128):
+        return smem.allocate_tensor(Float32, cute.make_layout(shape), align)
+
+    kept = Numbers(
+        blocks=numbers(4 * inverse.NUMBERS + C, BLOCK_STAGES),
+        rows=numbers(C, FACTORS, FACTOR_STAGES),
+        last=numbers(FACTOR_STAGES, align=16),
+        sums=numbers(C, 2),
+        strengths=numbers(C, 2),
+        norms=numbers(C, 2),
+    )
+    advancing = 4 * sig.slices  # warps
+    nbytes = C * sig.io.width // 8
+    K = loaded(bar_k, K_STAGES, nbytes * sig.K, advancing + 4)
+    Q = loaded(bar_q, Q_STAGES, nbytes * sig.K, advancing + 4)
+    V = loaded(bar_v, V_STAGES, nbytes * sig.rows, advancing)
+    factors = written(bar_f, FACTOR_STAGES, 6, advancing)
+    blocks = written(bar_b, BLOCK_STAGES, 4, 2)
+    return tiles, kept, Rings(Q, K, V, factors, blocks)
+
+
+def agents(count):
+    return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+
+def loaded(storage, stages, nbytes, readers):
+    """A ring that TMA fills; one arrival a reading warp."""
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=storage, num_stages=stages, tx_count=nbytes, producer_group=agents(1),
+        consumer_group=agents(readers), cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        defer_sync=True,
+    )  # fmt: skip
+
+
+def written(storage, stages, writers, readers):
+    """A ring that warps fill; one arrival a warp on both sides."""
+    return pipeline.PipelineAsync.create(
+        barrier_storage=storage, num_stages=stages, producer_group=agents(writers),
+        consumer_group=agents(readers), defer_sync=True,
+    )  # fmt: skip
