@@ -53,7 +53,10 @@ class Preference:
         same = (problem.family, problem.direction) == (self.family, self.direction)
         if not same or not (self.holds is None or self.holds(problem)):
             return None
-        return max(-(-self.least // problem.sizes["HO"]), 1) if self.least else 1
+        found = max(-(-self.least // problem.sizes["HO"]), 1)
+        # One sequence's bits may not depend on how many there are beside it.
+        invariant = getattr(problem.options, "batch_invariant", False)
+        return None if found > 1 and invariant else found
 
 
 @dataclass(frozen=True, slots=True)

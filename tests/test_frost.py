@@ -995,6 +995,9 @@ def test_calls_are_shared_where_few_sequences_would_leave_it_idle(monkeypatch):
         monkeypatch.setattr(support, "SUPPORT", replace(support.SUPPORT, prefer=(row,)))
         found = [(n, name.base) for n, name in select.shares(problem)]
         assert found == [(want, "gdn_frost"), (1, "gdn_triton")][: 2 if want > 1 else 1]
+        same = described(given(), batch_invariant=True)[0]
+        alone = "gdn_triton" if want > 1 else "gdn_frost"
+        assert [name.base for _, name in select.shares(same)] == [alone], "whatever the batch"
     refused = replace(problem, arch=75)
     with pytest.raises(errors.NoEngine):
         select.shares(refused)
