@@ -154,6 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bursts", type=int, default=30)
     parser.add_argument("--csv", default="", help="a file to write the rows to")
     args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.exit("launches.py measures on a GPU; none is here.")
     name = torch.cuda.get_device_name()
     print(f"{name}, Triton {triton.__version__}, torch {torch.__version__}, "
           f"Python {platform.python_version()}; us of the host a call")  # fmt: skip

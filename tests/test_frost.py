@@ -1198,3 +1198,14 @@ def test_calls_are_shared_by_sequences(sequences, plan):
     out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets)
     want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name=plan)
     assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("sequences", "plan"), [(1, "gdn_triton"), (4, "gdn_frost")])
+def test_functions_choose_as_operators_do(sequences, plan):
+    *x, offsets = tokens_on_gpu((192,) * sequences, 16, 32, 128, 128)
+    want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name=plan)
+    dense = [t.unflatten(0, (sequences, 192)) for t in x]
+    out, _ = lagraph.ops.chunk_gdn(*dense)
+    assert torch.equal(out.flatten(0, 1), want)

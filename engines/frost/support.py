@@ -16,7 +16,7 @@ PREFER: tuple[Preference, ...] = (
     Preference(
         "gdn",
         "forward",
-        where="64 sequences x heads or more, strengths up to 1",
+        where="64 sequences x heads or more, without allow_neg_eigval",
         measured="H200, bf16, slow gates, ms, Triton's in brackets: 1 x 32768 tokens, 16/64 heads "
         "1.388 (1.753) at 59c90dc; 4 x 8192, 16/32 0.349 (0.700) and 8 x 1024, 16/64 0.195 (0.360) "
         "at 3db077f",

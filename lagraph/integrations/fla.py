@@ -202,7 +202,7 @@ def _packed(
     o, last = operator(
         **{name: x.flatten(0, 1) for name, x in tokens.items()}, cu_seqlens=cu,
         initial_state=state, output_final_state=final,
-        plan_name=f"{family}_{'triton' if q.is_cuda else 'eager'}", **options,
+        plan_name=None if q.is_cuda else f"{family}_eager", **options,
     )  # fmt: skip
     return o.unflatten(0, (batch, length)), _back(last, v_first, final)
 
