@@ -447,12 +447,11 @@ class Runner:
     def _build(self, ins: Sequence[Any], req: Request, key: Any) -> Plan:
         problem, bound = self.problem(ins, req)
         pin = pinned(req)
-        shares = select.shares(problem) if pin is None else ()
-        name = shares[-1][1] if shares else select.select(problem, pin)
+        shares = select.shares(problem) if pin is None else ((0, select.select(problem, pin)),)
         with self._lock:
             plan = self.plans.get(key)
             if plan is None:
-                plan = Plan(self.node, problem, bound, name, key, shares)
+                plan = Plan(self.node, problem, bound, shares[-1][1], key, shares)
                 while len(self.plans) >= CAPACITY:
                     self.plans.pop(next(iter(self.plans)), None)
                 self.plans[key] = plan

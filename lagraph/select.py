@@ -239,10 +239,7 @@ def select(problem: Problem, plan_name: str | None = None) -> PlanName:
     nothing serves; both list every engine's reason.
     """
     if plan_name is None:
-        ranked = rank(problem)
-        if ranked:
-            return PlanName(ranked[0].plan)
-        raise NoEngine(nothing_serves(problem))
+        return shares(problem)[-1][1]
     pinned = PlanName.parse(plan_name)
     for row, verdict in zip(registry.ENGINES, verdicts(problem), strict=True):
         if verdict.plan != pinned.base:

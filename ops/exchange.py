@@ -1,6 +1,6 @@
 """Exchange of summaries between ranks, and what becomes of them.
 
-`exchange_folds` gives each fragment of this rank the fold of all slots before it in its sequence
+`Exchange.folds` gives each fragment of this rank the fold of all slots before it in its sequence
 (after it, in the reverse direction), from the zero state. Two ways, equal but for the order of
 roundings:
 
@@ -41,7 +41,6 @@ __all__ = [
     "compose_entry_states",
     "compose_exit_cotangents",
     "context_parallel_conv_history",
-    "exchange_folds",
     "fold_slots",
     "gather_slots",
     "received_bytes",
@@ -78,25 +77,6 @@ def choose_exchange(routing: ContextParallelRouting, exchange: str = "auto") -> 
     return "doubling" if far and not routing.capped else "all_gather"
 
 
-def exchange_folds(
-    rows: Tensor,
-    routing: ContextParallelRouting,
-    group: dist.ProcessGroup,
-    *,
-    log2_decay: bool = False,
-    reverse: bool = False,
-    exchange: str = "auto",
-) -> Tensor:
-    """[slots, H, V, K]: this rank's fragments' chains, folded from zero.
-
-    rows: this rank's slots [slots, H, V + K, K] ([slots, H, V + 1, K] for Mamba-2).
-    """
-    begun = start_folds(
-        rows, routing, group, log2_decay=log2_decay, reverse=reverse, exchange=exchange
-    )
-    return begun.folds()
-
-
 def start_folds(
     rows: Tensor,
     routing: ContextParallelRouting,
@@ -106,7 +86,11 @@ def start_folds(
     reverse: bool = False,
     exchange: str = "auto",
 ) -> Exchange:
-    """Begin what `exchange_folds` does. Every rank has to, and to call `wait` or `folds` after."""
+    """Begin the exchange of this rank's fragments' chains, folded from zero: [slots, H, V, K].
+
+    rows: this rank's slots [slots, H, V + K, K] ([slots, H, V + 1, K] for Mamba-2). Every rank has
+    to begin, and to call `wait` or `folds` after.
+    """
     if choose_exchange(routing, exchange) == "doubling":
         return Exchange(_doubling(rows, routing, group, log2_decay, reverse))
     return Exchange(_gathering(rows, routing, group, log2_decay, reverse))

@@ -40,6 +40,10 @@ def has_compiler():
     return not select.missing(row)
 
 
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs SM90",
+)
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs the CuTe DSL and TVM-FFI")
 
 
@@ -1089,9 +1093,8 @@ def pinned(x, **options):
 
 
 @pytest.mark.gpu
+@hopper
 def test_a_toy_runs_from_the_compiler_and_from_the_disk(toys, monkeypatch):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
     x = on_gpu()
     for _ in range(2):
         out, _ = pinned(x, scale=1.01)
@@ -1103,9 +1106,8 @@ def test_a_toy_runs_from_the_compiler_and_from_the_disk(toys, monkeypatch):
 
 
 @pytest.mark.gpu
+@hopper
 def test_a_toy_is_captured(toys):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
     x = on_gpu()
     pinned(x, scale=1.0)
     graph = torch.cuda.CUDAGraph()
@@ -1118,9 +1120,8 @@ def test_a_toy_is_captured(toys):
 
 
 @pytest.mark.gpu
+@hopper
 def test_a_toy_takes_what_is_not_aligned(toys):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
     x = on_gpu()
     room = torch.zeros(x["q"].numel() + 1, dtype=BF16, device="cuda")
     odd = room[1:].view(x["q"].shape).copy_(x["q"])
@@ -1133,9 +1134,8 @@ def test_a_toy_takes_what_is_not_aligned(toys):
 
 
 @pytest.mark.gpu
+@hopper
 def test_a_toy_on_a_stream(toys):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
     x = on_gpu()
     pinned(x, scale=1.0)
     stream = torch.cuda.Stream()
@@ -1149,11 +1149,6 @@ def test_a_toy_on_a_stream(toys):
 
 
 # The kernel on a GPU ----------------------------------------------------------------------------
-
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs SM90",
-)
 
 
 def tokens_on_gpu(lengths, H, HO, K, V):
