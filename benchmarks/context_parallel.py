@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --cpu --quick
     python benchmarks/context_parallel.py --model                    the cost model's table alone
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --fit its constants, measured
+    python benchmarks/context_parallel.py --report ROWS.csv ROWS.md  a table of rows, by --csv
 
 Forward + backward, bf16 on GPUs and fp32 on CPUs, slow gates, of
 
@@ -18,11 +19,13 @@ crosses a cut counts. Then it is timed: the median over --repeats of the slowest
 barrier to the end of its work, host included. Rank 0 times the plain operator on the whole stream
 in the same way, alone, while the others wait. A row is printed as soon as it is known:
 
-    one       the plain operator on one rank, ms
-    cut       one rank by the recipe, in pieces, ms: what pieces gain without a second GPU
-    ms        all ranks;  speed-up: one / ms;  efficiency: speed-up / ranks
+    one       the plain operator, `chunk_*`, on the whole stream on one rank, ms
+    cut       the recipe on the whole stream on one rank, as two fragments of a group of one: the
+              same stages and pieces, and no exchange; ms
+    ms        all ranks;  over one, over cut: the speed-ups;  efficiency: the lesser / ranks
     MiB       received by a rank in a step, the most;  bound: of that, to a state each way
-    exchange  ms of both directions' collectives and folds alone, which work may overlap
+    exchange  ms of both directions' collectives and folds alone, host included, which work may
+              overlap;  share: of ms
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +48,7 @@ import torch.nn.functional as F
 
 from lagraph import ops
 from lagraph.ops import context_parallel as cp
+from lagraph.ops.algebra import composed
 from lagraph.ops.exchange import gather_slots, received_bytes, start_folds
 
 if TYPE_CHECKING:
@@ -59,22 +64,32 @@ ERRORS = {torch.bfloat16: (1e-2, 4e-2), torch.float32: (2e-5, 2e-4)}
 
 # The cost model --------------------------------------------------------------------------------
 
-# ASSUMED, until they are fitted to a measurement: one 400 Gb/s port a GPU, and fp32 products of the
-# 128 x 128 states of 16 heads, launches included.
-ASSUMED = {"latency": 15e-6, "bandwidth": 50e9, "fold": 30e-6, "compose": 45e-6}
+# By --fit on two H200 of one host, NVLink, NCCL of torch 2.11: calls made one after the other, so
+# that what the host needs to launch them is in the latencies and products.
+MEASURED = {
+    "latency": 82.6e-6, "bandwidth": 452e9, "gather_latency": 62.7e-6, "gather_bandwidth": 355e9,
+    "fold": 136e-6, "compose": 149e-6,
+}  # fmt: skip
+# The same with an ASSUMED network: one 400 Gb/s port a GPU.
+NETWORK = MEASURED | {"bandwidth": 50e9, "gather_bandwidth": 50e9}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One direction of a step of one long sequence on contiguous fragments, per rank."""
+    """One direction of a step of one long sequence on contiguous fragments, per rank.
+
+    seconds: of the device, if the host is ahead of it; host: of the host, to launch all of it.
+    """
 
     ranks: int
     gather_bytes: int
     gather_steps: int
     gather_seconds: float
+    gather_host: float
     doubling_bytes: int
     doubling_steps: int
     doubling_seconds: float
+    doubling_host: float
 
 
 def model(
@@ -89,65 +104,86 @@ def model(
     compose: float = 0.0,
     gather_latency: float | None = None,
     gather_bandwidth: float | None = None,
+    host_send: float = 0.0,
+    host_gather: float = 0.0,
+    host_fold: float = 0.0,
+    host_compose: float = 0.0,
     log2_decay: bool = False,
 ) -> Cost:
     """What a rank receives in one direction, in how many rounds, and how long that takes.
 
     latency: seconds of a round; bandwidth: bytes a second into a rank; gather_*: the same within a
     collective, which is taken as a ring; fold: seconds of merging a state into a summary; compose:
-    of composing two.
+    of composing two; host_*: of launching a round of messages, an all-gather, one of these.
     """
     rows = V + (1 if log2_decay else K)
     bias, summary = 4 * heads * V * K, 4 * heads * rows * K
     chain = ranks - 1
     # A chain of one link folds biases alone, and so does the last round of doubling.
     gathered = chain * (bias if chain <= 1 else summary)
-    folds = chain if chain > 1 else 0
+    folds = max(chain - 1, 0)  # the first link is a state already
     slow = latency if gather_latency is None else gather_latency
     wide = bandwidth if gather_bandwidth is None else gather_bandwidth
     gather = chain * slow + gathered / wide + folds * fold
     rounds = chain.bit_length()
     received = (rounds - 1) * summary + bias if rounds else 0
     compositions = 2 * (rounds - 1) - 1 if rounds > 1 else 0  # the first comes before nothing
-    doubling = rounds * latency + received / bandwidth + compositions * compose
-    doubling += fold if rounds > 1 else 0.0
-    return Cost(ranks, gathered, chain, gather, received, rounds, doubling)
+    last = 1 if rounds > 1 else 0
+    doubling = rounds * latency + received / bandwidth + compositions * compose + last * fold
+    return Cost(
+        ranks, gathered, chain, gather, host_gather + folds * host_fold, received, rounds, doubling,
+        rounds * host_send + compositions * host_compose + last * host_fold,
+    )  # fmt: skip
 
 
 def model_table(
-    heads: int = 16, K: int = 128, V: int = 128, constants: dict[str, float] = ASSUMED
+    heads: int = 16, K: int = 128, V: int = 128, constants: dict[str, float] = MEASURED
 ) -> str:
     """Markdown: both exchanges for 2 to 1024 ranks."""
+    host = any(name.startswith("host_") for name in constants)
+    more = " host ms |" if host else ""
     lines = [
-        "| ranks | all-gather MiB | rounds | ms | doubling MiB | rounds | ms |",
-        "|---|---|---|---|---|---|---|",
+        f"| ranks | all-gather MiB | rounds | ms |{more} doubling MiB | rounds | ms |{more}",
+        "|" + "---|" * (9 if host else 7),
     ]
     for ranks in (1 << power for power in range(1, 11)):
         cost = model(ranks, heads, K, V, **constants)
-        lines.append(
-            f"| {ranks} | {cost.gather_bytes / MIB:.0f} | {cost.gather_steps} "
-            f"| {1e3 * cost.gather_seconds:.2f} | {cost.doubling_bytes / MIB:.0f} "
-            f"| {cost.doubling_steps} | {1e3 * cost.doubling_seconds:.2f} |"
-        )
+        cells = [f"{ranks}"]
+        for received, rounds, seconds, launching in (
+            (cost.gather_bytes, cost.gather_steps, cost.gather_seconds, cost.gather_host),
+            (cost.doubling_bytes, cost.doubling_steps, cost.doubling_seconds, cost.doubling_host),
+        ):
+            cells += [f"{received / MIB:.0f}", f"{rounds}", f"{1e3 * seconds:.2f}"]
+            cells += [f"{1e3 * launching:.2f}"] if host else []
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def crossover(heads: int, K: int, V: int, constants: dict[str, float]) -> int:
+def crossover(
+    heads: int, K: int, V: int, constants: dict[str, float], *, host: bool = False
+) -> int:
     """The first number of ranks from which doubling takes less time; 0 if none up to 1024 does."""
-    slower = [
-        ranks for ranks in range(2, 1025)
-        if (cost := model(ranks, heads, K, V, **constants)).gather_seconds <= cost.doubling_seconds
-    ]  # fmt: skip
+
+    def pays(ranks: int) -> bool:
+        cost = model(ranks, heads, K, V, **constants)
+        if host:
+            return cost.gather_host <= cost.doubling_host
+        return cost.gather_seconds <= cost.doubling_seconds
+
+    slower = [ranks for ranks in range(2, 1025) if pays(ranks)]
     return 0 if slower and slower[-1] == 1024 else max(slower, default=1) + 1
 
 
-def fitted(s: Setting, repeats: int) -> tuple[dict[str, float], float]:
-    """The model's constants on these ranks, and the largest relative error of its lines.
+def fitted(
+    s: Setting, repeats: int
+) -> tuple[dict[str, float], list[tuple[str, int, float, float, float]]]:
+    """The model's constants on these ranks, and what they were fitted to: (kind of call, bytes,
+    seconds of the device, of the host, seconds by the line).
 
     Lines are fitted to times of messages of 64 KiB and up, around a ring and by all-gather.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    sizes = [1 << power for power in range(16, 23 if s.device.type == "cpu" else 27, 2)]
+    sizes = [1 << power for power in range(16, 23 if s.device.type == "cpu" else 27)]
     around = dist.group.WORLD
 
     def shift(sent: torch.Tensor, got: torch.Tensor) -> None:
@@ -160,31 +196,63 @@ def fitted(s: Setting, repeats: int) -> tuple[dict[str, float], float]:
         gather_slots(sent[None], around)
 
     found: dict[str, float] = {}
-    worst_error = 0.0
-    for name, call, rounds in (("", shift, 1), ("gather_", gather, world - 1)):
-        points = []
+    shown = []
+    kinds = (("", "host_send", shift, 1), ("gather_", "host_gather", gather, world - 1))
+    for name, host, call, rounds in kinds:
+        points, hosts = [], []
         for size in sizes:
             sent = torch.zeros(size // 4, device=s.device)
-            many = partial(_often, partial(call, sent, torch.empty_like(sent)))
-            points.append((size, timed(many, s.device, repeats, True) / OFTEN / rounds))
+            work, launched = launched_ahead(partial(call, sent, torch.empty_like(sent)), s, repeats)
+            points.append((size, work / rounds))
+            hosts.append(launched)
         a, b = line(points)
-        found |= {f"{name}latency": a, f"{name}bandwidth": 1 / b}
-        worst_error = max(worst_error, *(abs(a + b * x - y) / y for x, y in points))
+        found |= {f"{name}latency": a, f"{name}bandwidth": 1 / b, host: statistics.median(hosts)}
+        what = host.removeprefix("host_")
+        shown += [(what, x, y, h, a + b * x) for (x, y), h in zip(points, hosts)]
     K, V = s.dim, s.dim
     one = cp.neutral_summary(s.heads, V, K, device=s.device)
-    state = one[:, :V].contiguous()
-    for name, step in (("fold", partial(cp.merge_state, state, one)),
-                       ("compose", partial(cp.compose_summaries, one, one))):  # fmt: skip
-        found[name] = timed(partial(_often, step), s.device, repeats, True) / OFTEN
-    return found, worst_error
+    table = one.expand(2, 1, *one.shape).contiguous()
+    chain = torch.zeros(1, OFTEN + 1, dtype=torch.int64, device=s.device)
+    with torch.no_grad():
+        for name, step in (("fold", partial(cp.fold_slots, table, chain)),
+                           ("compose", partial(composed, one, one, V, False))):  # fmt: skip
+            work, launched = launched_ahead(step, s, repeats)
+            if name == "fold":  # as many in one call
+                work, launched = work / OFTEN, launched / OFTEN
+            found |= {name: work, f"host_{name}": launched}
+    return found, shown
 
 
-OFTEN = 20  # calls in a row, so that the host's wait for the device counts little
+OFTEN = 20  # calls in a row, so that what is before and after counts little
 
 
-def _often(call: Callable[[], Any]) -> None:
-    for _ in range(OFTEN):
+def launched_ahead(call: Callable[[], Any], s: Setting, repeats: int) -> tuple[float, float]:
+    """Seconds of the device and of the host for a call, the slowest rank's median: on a GPU a
+    product keeps the device busy until all calls are launched. On a CPU both are the same."""
+    busy = torch.zeros(8192, 8192, device=s.device) if s.device.type == "cuda" else None
+    works, hosts = [], []
+    for _ in range(2):
         call()
+    for _ in range(repeats):
+        wait(s.device)
+        dist.barrier()
+        wait(s.device)
+        if busy is not None:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            busy @ busy
+            first.record()
+        begin = time.perf_counter()
+        for _ in range(OFTEN):
+            call()
+        hosts.append((time.perf_counter() - begin) / OFTEN)
+        if busy is not None:
+            last.record()
+            wait(s.device)
+            works.append(1e-3 * first.elapsed_time(last) / OFTEN)
+    made = torch.tensor([works or hosts, hosts], dtype=torch.float64, device=s.device)
+    dist.all_reduce(made, op=dist.ReduceOp.MAX)
+    work, host = made.median(1).values.tolist()
+    return work, host
 
 
 def line(points: list[tuple[int, float]]) -> tuple[float, float]:
@@ -437,23 +505,47 @@ class Row:
     def speedup(self) -> float:
         return self.one / self.ms
 
+    @property
+    def over_cut(self) -> float:
+        return self.cut / self.ms
+
     HEAD = (
-        "| shape | op | tokens | ranks | fragments | exchange | one | cut | ms | speed-up "
-        "| efficiency | MiB | bound | exchange ms | errors | note |\n" + "|---" * 16 + "|"
-    )
+        "| shape | op | tokens | ranks | fragments | exchange | one | cut | ms | over one "
+        "| over cut | efficiency | MiB | bound | exchange ms | share | errors | note |\n"
+        + "|---" * 18 + "|"
+    )  # fmt: skip
 
     def __str__(self) -> str:
         def shown(x: float, form: str) -> str:
             return "-" if math.isnan(x) else format(x, form)
 
+        gains = [x for x in (self.speedup, self.over_cut) if not math.isnan(x)]
+        efficiency = min(gains, default=math.nan) / self.ranks
         return (
             f"| {self.shape} | {self.family} | {self.tokens} | {self.ranks} | {self.fragments} "
             f"| {self.exchange} | {shown(self.one, '.2f')} | {shown(self.cut, '.2f')} "
             f"| {shown(self.ms, '.2f')} | {shown(self.speedup, '.2f')} "
-            f"| {shown(self.speedup / self.ranks, '.2f')} | {shown(self.mib, '.2f')} "
-            f"| {shown(self.bound, '.2f')} | {shown(self.exchange_ms, '.3f')} "
+            f"| {shown(self.over_cut, '.2f')} | {shown(efficiency, '.2f')} "
+            f"| {shown(self.mib, '.2f')} | {shown(self.bound, '.2f')} "
+            f"| {shown(self.exchange_ms, '.3f')} | {shown(self.exchange_ms / self.ms, '.1%')} "
             f"| {self.output_error:.0e} {self.gradient_error:.0e} | {self.note} |"
         )
+
+
+def read_rows(path: str) -> list[Row]:
+    """Rows that --csv wrote."""
+    kinds = {field.name: field.type for field in fields(Row)}
+    convert = {"str": str, "int": int, "float": float}
+    with open(path, newline="", encoding="utf-8") as file:
+        return [
+            Row(**{name: convert[str(kinds[name])](x) for name, x in line.items() if name in kinds})  # type: ignore[arg-type]
+            for line in csv.DictReader(file)
+        ]
+
+
+def report(path: str) -> str:
+    """Markdown: the rows of a file."""
+    return "\n".join([Row.HEAD, *map(str, read_rows(path))]) + "\n"
 
 
 def alone(
@@ -461,6 +553,8 @@ def alone(
 ) -> tuple[float, float, str]:
     """Rank 0's times of the plain operator and, on a GPU, of the recipe in pieces."""
     one, cut, note = math.nan, math.nan, ""
+    if s.device.type == "cuda":
+        torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         try:
             offsets = torch.tensor(cu, dtype=torch.int32, device=s.device)
@@ -532,6 +626,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="gloo, although there are GPUs")
     parser.add_argument("--csv", help="a file for the rows")
     parser.add_argument("--model", action="store_true", help="print the cost model and stop")
+    parser.add_argument("--report", nargs=2, metavar=("CSV", "MD"), help="write a table and stop")
     parser.add_argument("--fit", action="store_true", help="measure the model's constants and stop")
     args = parser.parse_args()
     args.cpu |= not torch.cuda.is_available()
@@ -547,8 +642,12 @@ def main() -> None:
     args = arguments()
     if args.model:
         print(model_table())
-        print(f"doubling takes less time from {crossover(16, 128, 128, ASSUMED)} ranks on (ASSUMED "
-              f"constants: {ASSUMED})")  # fmt: skip
+        for name, constants in (("measured", MEASURED), ("by a network", NETWORK)):
+            first = crossover(16, 128, 128, constants)
+            print(f"{name}: doubling takes less time from {first} ranks on; {constants}")
+        return
+    if args.report:
+        Path(args.report[1]).write_text(report(args.report[0]), encoding="utf-8")
         return
     bound: dict[str, Any] = {}
     if "RANK" not in os.environ:
@@ -581,10 +680,14 @@ def main() -> None:
     if args.fit:
         if world == 1:
             raise SystemExit("--fit needs two ranks")
-        constants, error = fitted(s, args.repeats)
-        say(f"{world} ranks, {s.heads} heads, K = V = {s.dim}: "
-            + ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
-            + f"; largest relative error {error:.2f}")  # fmt: skip
+        constants, points = fitted(s, args.repeats)
+        constants = {name: float(f"{value:.3g}") for name, value in constants.items()}
+        say(f"{world} ranks, {s.heads} heads, K = V = {s.dim}: {constants}")
+        say("| call | bytes | us | host us | by the line |\n|---|---|---|---|---|")
+        for name, size, work, host, by_line in points:
+            say(f"| {name} | {size} | {1e6 * work:.1f} | {1e6 * host:.1f} | {1e6 * by_line:.1f} |")
+        error = max(abs(by_line - work) / work for _, _, work, _, by_line in points)
+        say(f"largest relative error of a line {error:.2f}")
         say(model_table(s.heads, s.dim, s.dim, constants))
         say(f"doubling takes less time from {crossover(s.heads, s.dim, s.dim, constants)} ranks on")
         dist.destroy_process_group()

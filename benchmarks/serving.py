@@ -1,9 +1,10 @@
 """Decoding and short convolution against the memory's copy rate, and beside other libraries.
 
     python benchmarks/serving.py [--quick] [--only decode,several,conv] [--families gdn,kda]
-                                 [--tune] [--out FILE]
+                                 [--tune] [--no-peers] [--out FILE]
     python benchmarks/serving.py --dry-run        tiny sizes, reference, on a CPU
     python benchmarks/serving.py --compile 80 90 120 [--quick]
+    python benchmarks/serving.py --warm 0 4 [...]  time nothing: compile every fourth launch
 
 Decode: 32 value heads, 16 key heads (KDA: 32), K = V = 128, bf16 rows; batches of 1, 8 and 128;
 pools in fp32 and bf16. Slots rotate through a pool larger than the caches. Bytes are the state's,
@@ -19,7 +20,8 @@ output, or why one did not run.
 
 --quick: GDN and Mamba-2, batches of 1 and 128, the dense convolution.
 --compile needs no GPU: every kernel is compiled for the architectures named; status 1 on spills.
---tune tries other launch shapes and prints each.
+--tune tries other launch shapes and prints each. --warm I N runs every N-th launch once and times
+none: N processes side by side fill Triton's cache, so that a run on a rented GPU compiles nothing.
 """
 
 from __future__ import annotations
@@ -60,8 +62,26 @@ SPILLS = 8
 # Timing ------------------------------------------------------------------------------------------
 
 
+class Warm:
+    """Which launches a process only compiles: every `of`-th from `part` on; all are timed at 0."""
+
+    part, of, seen = 0, 0, 0
+
+    @classmethod
+    def skips(cls, call: Callable[[], object]) -> bool:
+        """Whether nothing is timed; the call is made if it is this process's."""
+        if not cls.of:
+            return False
+        if cls.seen % cls.of == cls.part:
+            call()
+        cls.seen += 1
+        return True
+
+
 def graphed(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
     """Microseconds of device time a call: all calls in one CUDA graph, the median replay."""
+    if Warm.skips(calls[0]):
+        return math.nan
     for call in calls[:2]:
         call()
     if DEVICE == "cpu":
@@ -85,6 +105,8 @@ def graphed(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
 
 def queued(call: Callable[[], object], calls: int = 20, repeats: int = 7) -> float:
     """Microseconds a call, one after the other on the stream, launched from Python."""
+    if Warm.skips(call):
+        return math.nan
     call()
     if DEVICE == "cpu":
         return math.nan
@@ -116,9 +138,9 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
 class Table:
     """Rows on screen, and in a file where one is wanted; knows whether a gate has failed."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, peers: bool = True) -> None:
         self.path, self.lines = path, []
-        self.failed = False
+        self.failed, self.peers = False, peers
 
     def line(self, text: str) -> None:
         print(text, flush=True)
@@ -141,6 +163,8 @@ class Table:
     ) -> None:  # fmt: skip
         """A row of another library, or why there is none. run: its time, and an output to compare
         with ours."""
+        if Warm.of or not self.peers:
+            return
         try:
             time, out = run()
         except Exception as error:  # whatever it raises: the table goes on
@@ -153,6 +177,7 @@ class Table:
         self.row(what, who, time, nbytes, rate, told)
 
     def gate(self, what: str, errors: dict[str, float]) -> bool:
+        """Whether errors stay within their bound; a failure is told."""
         bad = {name: e for name, e in errors.items() if not e <= BOUND}
         if bad:
             self.failed = True
@@ -197,6 +222,8 @@ def decode_tensors(
 
 def decode_gate(table: Table, family: str, pool_dtype: torch.dtype) -> bool:
     """One step against the reference in fp64, on the same rounded inputs; padding stays."""
+    if Warm.of:
+        return True
     B = 8
     args = decode_tensors(family, B)
     call = getattr(decode_ops, f"recurrent_{family}_decode")
@@ -228,6 +255,8 @@ def rotation(B: int, pool_dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.
 
 def several_gate(table: Table, family: str, dtype: torch.dtype) -> bool:
     """Several tokens with the state after each, against the reference in fp64."""
+    if Warm.of:
+        return True
     B = 8
     args = decode_tensors(family, B, T=DRAFTS)
     call = getattr(decode_ops, f"recurrent_{family}_decode")
@@ -398,30 +427,43 @@ def time_peers(
         table.peer(what, name, run, ours, nbytes, rate)
 
 
-def tune_decode(table: Table, rate: float) -> None:
-    run = registry.load("lagraph.engines.triton.recurrent:decode")
-    traits = registry.family("gdn").traits
-    for pool_dtype in (F32, BF16):
-        for B in (8, 128):
-            x = decode_tensors("gdn", B)
-            pool, indices = rotation(B, pool_dtype)
-            out = torch.empty(1, B, H, V, dtype=BF16, device=DEVICE)
-            for block_v in (4, 8, 16, 32, 64):
-                for warps in (1, 2, 4, 8):
-                    if not 8 <= block_v * K // (32 * warps) <= 64:
-                        continue
+DECODE_SHAPES = ((8, 1), (16, 1), (4, 1), (16, 2), (32, 4))  # rows of the state, warps
+
+
+def tune_decode(table: Table, rate: float, families: Sequence[str]) -> None:
+    """Launch shapes of one token and of several, at the largest batch."""
+    bind = registry.load("lagraph.engines.triton.recurrent:bind_decode")
+    B = 128
+    for family in families:
+        traits, n = registry.family(family).traits, 2 if family == "gdp" else 1
+        names = {"A_log": "a_log", "A": "a", "D": "d", "dt_bias": "dt_bias", "w": "w", "z": "z"}
+        for dtype in (F32, BF16):
+            for tokens in (None, DRAFTS):
+                x = decode_tensors(family, B, T=tokens)
+                first = [x.pop(m) for m in list(x)[:3]] if traits.delta else [
+                    x.pop("packed_xbc"), x.pop("dt"), None]  # fmt: skip
+                more = {names[m]: t for m, t in x.items()}
+                pool, indices = rotation(B, dtype)
+                lead = (1, B) if tokens is None else (B, tokens)
+                out = torch.empty(*lead, H, V, dtype=BF16, device=DEVICE)
+                moved = 2 if tokens is None else 1 + tokens
+                if tokens is not None:
+                    more["states"] = torch.empty(*lead, H, V, K, dtype=dtype, device=DEVICE)
+                    indices = indices[:8]
+                for block_v, warps in DECODE_SHAPES:
                     calls = [
-                        partial(
-                            run, traits, x["packed_qkv"], x["raw_gate"], x["raw_beta"], pool, index,
-                            out, a_log=x["A_log"], dt_bias=x["dt_bias"], heads=HK, scale=K**-0.5,
-                            block_v=block_v, warps=warps,
-                        )
+                        bind(
+                            traits, *first, pool, index, out, **more, heads=key_heads(family),
+                            substeps=n, scale=K**-0.5, block_v=block_v, warps=warps,
+                            gate="bounded" if traits.gate == "key" else "softplus",
+                        ).run
                         for index in indices
                     ]  # fmt: skip
-                    what = f"decode gdn {str(pool_dtype)[6:]} batch {B}"
-                    shape = f"{block_v} rows {warps} warps"
-                    nbytes = 2 * B * H * V * K * pool_dtype.itemsize
-                    table.row(what, shape, graphed(calls), nbytes, rate)
+                    what = f"decode {family} {str(dtype)[6:]} {B} x {tokens or 1}"
+                    nbytes = moved * B * H * V * K * dtype.itemsize
+                    table.row(what, f"{block_v} rows {warps} w", graphed(calls), nbytes, rate)
+                more.pop("states", None)
+                del pool, calls
 
 
 # Convolution -------------------------------------------------------------------------------------
@@ -444,6 +486,8 @@ def conv_run(x, weight, dy, cu=None, **options):
 
 def conv_gate(table: Table, what: str, cu: torch.Tensor | None, **options) -> bool:
     """A slice of the channels against the reference in fp64."""
+    if Warm.of:
+        return True
     x, weight, dy = conv_tensors()
     some = slice(max(C - 256, 0), C)
     got = conv_run(x, weight, dy, cu, **options)
@@ -520,24 +564,41 @@ def conv_peers(cu: torch.Tensor | None) -> dict[str, Callable[[], Callable[..., 
     return {"attention gym": gym, "fla": fla}
 
 
+# Threads, channels, rows, rows at once, registers.
+BACKWARD_SHAPES = (
+    (64, 4, 128, 4, 104), (64, 4, 64, 4, 104), (64, 4, 256, 4, 104), (128, 4, 128, 4, 104),
+    (128, 4, 64, 4, 104), (64, 4, 128, 4, 96), (64, 4, 128, 4, 0), (64, 4, 128, 8, 128),
+    (64, 4, 128, 8, 0), (64, 2, 128, 8, 104), (64, 4, 128, 2, 96), (64, 8, 128, 4, 168),
+)  # fmt: skip
+FORWARD_SHAPES = (
+    (128, 8, 64, 8, 0), (128, 8, 32, 8, 0), (64, 8, 64, 8, 0), (128, 4, 64, 8, 0),
+    (128, 8, 64, 4, 0), (128, 4, 32, 4, 0),
+)  # fmt: skip
+UPDATE_SHAPES = ((128, 2, 1), (64, 2, 1), (64, 4, 1), (128, 4, 1), (64, 8, 1), (128, 1, 1))
+
+
 def tune_conv(table: Table, rate: float) -> None:
+    """Launch shapes of the convolution."""
     x, weight, dy = conv_tensors()
     one = x.numel() * x.element_size()
     run = registry.load("lagraph.engines.triton.conv:forward")
     back = registry.load("lagraph.engines.triton.conv:backward")
+    step = registry.load("lagraph.engines.triton.conv:advance")
     silu = registry.load("lagraph.engines.triton.conv:SILU")
-    for threads in (64, 128, 256):
-        for channels in (2, 4, 8):
-            for rows in (16, 32, 64, 128, 256):
-                config = (threads, channels, rows)
-                who = " ".join(map(str, config))
-                forward = partial(run, x, weight, None, None, None, silu, config)
-                table.row("conv forward", who, queued(forward), 2 * one, rate)
-                if rows >= 32:
-                    backward = partial(
-                        back, dy, x, weight, None, None, None, silu, config=config
-                    )  # fmt: skip
-                    table.row("conv backward", who, queued(backward), 3 * one, rate)
+    for config in BACKWARD_SHAPES:
+        call = partial(back, dy, x, weight, None, None, None, silu, config=config)
+        who = " ".join(map(str, config))
+        table.row("conv backward", who, queued(call), 3 * one, rate)
+    for config in FORWARD_SHAPES:
+        call = partial(run, x, weight, None, None, None, silu, config)
+        table.row("conv forward", " ".join(map(str, config)), queued(call), 2 * one, rate)
+    pool = torch.zeros(257, W - 1, C, device=DEVICE, dtype=BF16)
+    rows, index = x[0, :128, None], torch.arange(1, 129, dtype=torch.int32, device=DEVICE)
+    y = torch.empty_like(rows)
+    for config in UPDATE_SHAPES:
+        call = partial(step, rows, weight, pool, y, index, None, None, silu, config)
+        who = " ".join(map(str, config))
+        table.row("conv decode", who, graphed([call] * 20), 4 * W * rows.numel(), rate)
 
 
 # Compiling for GPUs that need not be here --------------------------------------------------------
@@ -557,7 +618,8 @@ def compile_all(archs: Sequence[int], quick: bool) -> int:
 
     conv = registry.load("lagraph.engines.triton.conv:advance").__globals__
     scan = registry.load("lagraph.engines.triton.recurrent:recurrent_scan")
-    decode = registry.load("lagraph.engines.triton.recurrent:decode")
+    decode = registry.load("lagraph.engines.triton.recurrent:bind_decode")
+    accept = registry.load("lagraph.engines.triton.recurrent:bind_accept")
     found: list = []
     real = JITFunction.run
 
@@ -598,7 +660,10 @@ def compile_all(archs: Sequence[int], quick: bool) -> int:
             traits, e(B, width, dtype=dtype), e(rows[key], dtype=dtype),
             e(beta, dtype=dtype) if delta else None, pool, index, e(1, B, H, V, dtype=dtype),
             heads=HK, substeps=n, **shared,
-        )  # fmt: skip
+        ).run()  # fmt: skip
+        if family == "gdn":
+            kept, count = e(B, 3, H, V, K, dtype=pool_dtype), torch.zeros(B, dtype=torch.int64)
+            accept(pool, index, kept, count, None).run()
         sub = (n,) if n > 1 else ()
         scan(
             traits, e(1, B, HK, K, dtype=dtype), e(1, B, *sub, HK, K, dtype=dtype),
@@ -667,7 +732,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="decode,several,conv", help="parts, with commas")
     parser.add_argument("--families", default="", help="of decode, with commas")
-    parser.add_argument("--tune", action="store_true", help="other launch shapes, too")
+    parser.add_argument("--tune", action="store_true", help="other launch shapes, and no tables")
+    parser.add_argument("--warm", type=int, nargs=2, metavar=("I", "N"), help="compile a part")
+    parser.add_argument("--no-peers", action="store_true", help="time no other libraries")
     parser.add_argument("--out", default="", help="also write the table here")
     parser.add_argument("--commit", default="", help="what was measured; default: ask git")
     parser.add_argument("--compile", type=int, nargs="+", metavar="ARCH", help="compile only")
@@ -681,25 +748,26 @@ def main(argv: list[str] | None = None) -> int:
     elif not torch.cuda.is_available():
         print("needs an NVIDIA GPU, or --compile, or --dry-run")
         return 1
-    table, began = Table(args.out), time.perf_counter()
-    rate = math.nan if args.dry_run else copy_rate()
+    table, began = Table(args.out, not args.no_peers), time.perf_counter()
+    if args.warm:
+        Warm.part, Warm.of = args.warm
+    rate = math.nan if args.dry_run or args.warm else copy_rate()
     table.line(header(rate, args.commit))
     families = [f for f in args.families.split(",") if f]
     families = families or (["gdn", "mamba2"] if args.quick else list(FAMILIES))
     batches = (1, 128) if args.quick else (1, 8, 128)
     if args.dry_run:
         batches = (1, 3)
-    parts = args.only.split(",")
+    parts = ["tune"] if args.tune else args.only.split(",")
     if "decode" in parts:
         time_decode(table, rate, families, batches)
-        if args.tune:
-            tune_decode(table, rate)
+    if "tune" in parts:
+        tune_decode(table, rate, families)
+        tune_conv(table, rate)
     if "several" in parts:
         time_several(table, rate, families, batches[-1])
     if "conv" in parts:
         time_conv(table, rate, args.quick)
-        if args.tune:
-            tune_conv(table, rate)
     print(f"{time.perf_counter() - began:.0f} s")
     return int(table.failed)
 

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 LOWER_BOUND = -5.0  # of KDA's gates
 
 
+def unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis, as the decode kernels and use_qk_l2norm_in_kernel have it."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 class AttentionOutput(NamedTuple):
     """What the module returns; the states are None unless asked for."""
 
@@ -108,7 +114,7 @@ class DeltaRuleAttention(nn.Module):
         )  # fmt: skip
         mixed, conv_state = convolved if return_final_state else (convolved, None)
         q, k, v = (x.unflatten(-1, heads) for x in mixed.chunk(3, dim=-1))
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        q, k = unit(q), unit(k)
 
         raw = self.gate(hidden)
         beta = mask_inactive_token_gradients(self.beta(hidden), active).float().sigmoid()

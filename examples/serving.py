@@ -45,6 +45,12 @@ SYMBOLS, WIDTH, HEADS, HK, DIM, TAPS, LAYERS = 256, 64, 4, 2, 32, 4, 2
 CHANNELS = (2 * HK + HEADS) * DIM  # q, k and v of the convolution
 
 
+def unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis, as the decode kernels and use_qk_l2norm_in_kernel have it."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 class Pools:
     """Histories and states of every layer, a row for each request; row 0 is nobody's."""
 
@@ -98,7 +104,7 @@ class Model:
                 cu_seqlens=cu_seqlens, has_initial_state=resumed,
             )  # fmt: skip
             q, k, v = mixed.split([HK * DIM, HK * DIM, HEADS * DIM], dim=-1)
-            q, k = (F.normalize(t.unflatten(-1, (HK, DIM)), dim=-1) for t in (q, k))
+            q, k = (unit(t.unflatten(-1, (HK, DIM))) for t in (q, k))
             raw_gate, raw_beta = (normed @ layer["gates"]).chunk(2, dim=-1)
             gate = gate_transform(raw_gate, layer["A_log"], layer["dt_bias"], kind="softplus")
             o = paged_chunk_gdn(

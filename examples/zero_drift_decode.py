@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 CHUNK, HEADS, K, V = 64, 2, 32, 32
 
 
+def unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis, as the decode kernels and use_qk_l2norm_in_kernel have it."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 def inputs(variant: str, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """q, k, v, gate, beta [1, T, ...]: what a layer hands to its core."""
     generator = torch.Generator().manual_seed(0)
@@ -47,7 +53,7 @@ def inputs(variant: str, tokens: int, dtype: torch.dtype, device: torch.device) 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, tokens, *shape, generator=generator)
 
-    q, k = (F.normalize(normal(HEADS, K), dim=-1) for _ in range(2))
+    q, k = (unit(normal(HEADS, K)) for _ in range(2))
     gate = -F.softplus(normal(HEADS, K) if variant == "kda" else normal(HEADS))
     x = [t.to(dtype) for t in (q, k, normal(HEADS, V))]
     return [t.to(device) for t in (*x, gate, normal(HEADS).sigmoid())]

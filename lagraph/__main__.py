@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from lagraph import doc, infer, registry, select
+from lagraph import doc, infer, names, registry, select
 from lagraph.plan import problem_of
 
 if TYPE_CHECKING:
@@ -83,13 +84,33 @@ def docs(root: Path, check: bool) -> int:
     return stale if check else 0
 
 
+def _known_as(name: str, node: Node) -> str:
+    """What another name of a node is here."""
+    last = name.rpartition(".")[2]
+    if last in doc.written_ops()[1]:
+        return f"{last} runs {node.type}; help(lagraph.ops.{last}) has its own arguments.\n"
+    return f"{name} is {node.type} here.\n"
+
+
+def _unknown(name: str) -> str:
+    """What to say about a name that means no node."""
+    last = name.rpartition(".")[2]
+    if last in doc.written_ops()[1]:
+        return f"{name!r} is no node; help(lagraph.ops.{last}) describes the function"
+    near = names.nearest(name)
+    hint = f"did you mean {' or '.join(near)}?" if near else "nothing is spelled like it."
+    return f"no node {name!r}: {hint} Nodes are {', '.join(registry.nodes())}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit status."""
     parser = argparse.ArgumentParser(prog="python -m lagraph", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("support", help="engines on this machine: what runs, what declines and why")
     one = commands.add_parser("describe", help="ports, options and outputs of a node")
-    one.add_argument("node", help="gdn, gdn_bwd, kda_summary, ...")
+    one.add_argument(
+        "node", help="gdn_bwd, gated_delta_net, chunk_gdn, chunk_gated_delta_rule, ..."
+    )
     text = commands.add_parser("docs", help="write the generated files of a checkout")
     text.add_argument("--check", action="store_true", help="only say which are stale")
     text.add_argument("--root", type=Path, default=Path.cwd(), help="the checkout")
@@ -97,14 +118,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "support":
         print(support())
     elif chosen.command == "describe":
-        known = registry.nodes()
-        if chosen.node.lower() not in known:
-            parser.error(f"no node {chosen.node!r}; nodes are {', '.join(known)}")
-        print(doc.describe(known[chosen.node.lower()]))
+        node = names.node_of(chosen.node)
+        if node is None:
+            parser.error(_unknown(chosen.node))
+        if chosen.node.upper() != node.type:
+            print(_known_as(chosen.node, node))
+        print(doc.describe(node))
     else:
         return docs(chosen.root, chosen.check)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)

@@ -152,7 +152,7 @@ class Family:
     direction; names after "*" are keyword-only. checkpoint_step: what the checkpoint cadence is a
     multiple of. transition: shape of the summaries' transition. saved: outputs that the backward
     takes back. cotangent: the operator's name of dO. op_fill: an operator argument that stands in
-    for a port which the operator does not take.
+    for a port which the operator does not take. also: what other libraries call it.
     """
 
     def __init__(
@@ -174,9 +174,11 @@ class Family:
         cotangent: str = "dO",
         op_fill: Mapping[str, str] | None = None,
         notes: tuple[str, ...] = (),
+        also: tuple[str, ...] = (),
     ) -> None:
         self.name, self.op, self.title = name, op, title
         self.equation, self.source, self.notes = equation, source, notes
+        self.also = also
         self.traits, self.ports, self.attrs, self.rules = traits, ports, attrs, rules
         self.op_order, self.checkpoint_step = op_order, checkpoint_step
         self.transition, self.saved = transition, saved

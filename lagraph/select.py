@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from lagraph.problem import Problem
     from lagraph.registry import EngineRow
 
-__all__ = [
-    "PlanName", "Preference", "SupportTable", "Verdict", "rank", "select", "shares", "verdicts",
-]  # fmt: skip
+__all__ = ["PlanName", "Preference", "SupportTable", "Verdict", "select", "shares", "verdicts"]
 
 _NAME = re.compile(r"(?P<base>[a-z0-9_]+)(?:\[(?P<knobs>[^\]]*)\])?")
 
@@ -71,6 +69,7 @@ class SupportTable:
         inputs that `free` names.
     serves: (family, direction) pairs. knobs: what a plan name may set, with the allowed values.
     without: {option: reason} for options that the engine declines when they are set.
+    multiples: {option: number} for options that it takes in multiples of a number.
     """
 
     devices: frozenset[str]
@@ -84,6 +83,7 @@ class SupportTable:
     serves: frozenset[tuple[str, str]] | None = None
     knobs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    multiples: Mapping[str, int] = field(default_factory=dict)
     prefer: tuple[Preference, ...] | None = None
     summary: str = ""
 
@@ -125,6 +125,10 @@ class SupportTable:
         for option, reason in self.without.items():
             if getattr(problem.options, option, False):
                 why.append(f"{option}: {reason}")
+        for option, number in self.multiples.items():
+            value = getattr(problem.options, option, 0) or 0
+            if value % number:
+                why.append(f"{option}={value} is no multiple of {number}")
         return why
 
 
@@ -225,11 +229,6 @@ def verdicts(problem: Problem) -> tuple[Verdict, ...]:
         plan = plan_of(problem, row.name)
         found.append(Verdict(plan, row.name, not reasons, least == 1, reasons, least))
     return tuple(found)
-
-
-def rank(problem: Problem) -> tuple[Verdict, ...]:
-    """The plans that may be chosen without a pin, best first."""
-    return tuple(verdict for verdict in verdicts(problem) if verdict.ok and verdict.default)
 
 
 def select(problem: Problem, plan_name: str | None = None) -> PlanName:

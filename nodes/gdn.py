@@ -36,4 +36,5 @@ GDN = Family(
         "gate_domain, a_log, dt_bias, batch_invariant, plan_name",
     ),
     notes=("safe_gate: g = -exp(a_log) softplus(g + dt_bias).",),
+    also=("gated_delta_rule",),
 )  # fmt: skip

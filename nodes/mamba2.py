@@ -75,4 +75,10 @@ MAMBA2 = Family(
         "H counts the groups of B and C; HO is a multiple of H.",
         "The summary's transition is log2 of the span's decay product.",
     ),
+    also=(
+        "ssd",
+        "mamba_chunk_scan_combined",
+        "mamba_split_conv1d_scan_combined",
+        "selective_state_update",
+    ),
 )

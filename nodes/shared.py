@@ -108,7 +108,8 @@ ATTRS: dict[str, Attr] = {
         ),
         Attr(
             "overwrite_initial_state", bool, False,
-            "Write the final states into initial_state (inference only).", where=_FB,
+            "Write the final states into initial_state (inference only). A backward takes it "
+            "without effect.", where=_FB,
         ),
     )
 }  # fmt: skip

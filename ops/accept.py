@@ -8,11 +8,12 @@ host: the count may come from the device, and a captured graph follows it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagraph.errors import NotDifferentiable, RuleBroken, ShapeMismatch
+from lagraph import infer, registry
+from lagraph.errors import RuleBroken, ShapeMismatch
 from lagraph.ops.argument import (
     FLOATS,
     INTS,
@@ -21,16 +22,21 @@ from lagraph.ops.argument import (
     check_offsets,
     check_slots,
     need,
-    needs_gradient,
     only_tensors,
+    options_of,
+    options_text,
     readable,
+    register_in_place,
 )
 from lagraph.ops.form import write_rows
+from lagraph.ops.step import Step, Steps, key_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["accept_states"]
+
+KERNEL = "lagraph.engines.triton.recurrent"
 
 
 def accept_states(
@@ -58,35 +64,60 @@ def accept_states(
         NotDifferentiable: A tensor requires a gradient.
     """
     op = "accept_states"
-    names = "state_cache state_indices states num_accepted_tokens cu_seqlens"
     given = (state_cache, state_indices, states, num_accepted_tokens, cu_seqlens)
-    only_tensors(op, names, given, 4)
-    _check(op, *given)
-    if needs_gradient(given):
-        raise NotDifferentiable(
-            f"{op}: advances a pool in place and has no backward. Call it under torch.no_grad()."
-        )
-    slots, T = state_indices, states.shape[1]
-    if slots.shape[0] == 0 or T == 0:
+    # Counts are looked at where they can be, which no step does.
+    key = None if infer.VALIDATE else key_of(op, given)
+    step = None if key is None else _STEPS.get(key)
+    if step is not None and step.run(given):
         return
-    count = num_accepted_tokens.long()
-    if cu_seqlens is None:
+    names = "state_cache state_indices states num_accepted_tokens cu_seqlens"
+    only_tensors(op, names, given, 4)
+    _accept(*given, options_text(("op", op)))
+    if key is not None and state_cache.is_cuda and _fits(state_cache, states):
+        launch = registry.load(f"{KERNEL}:bind_accept")(*given)
+        places = tuple(i if x is not None else None for i, x in enumerate(given))
+        slots = state_cache.shape[0]
+        step = Step(op, launch.bound, places, launch.sizes, given, (0,), ((2, 0),), 1, slots)
+        _STEPS.keep(key, step)
+
+
+def _run(*args: Any) -> None:
+    pool, slots, states, count, cu, text = args
+    _check(*args)
+    T = states.shape[1]
+    if slots.shape[0] == 0 or T == 0 or pool.numel() == 0:
+        return
+    if wants_kernels(options_of(text).op, pool) and _fits(pool, states):
+        registry.load(f"{KERNEL}:bind_accept")(pool, slots, states, count, cu).run()
+        return
+    count = count.long()
+    if cu is None:
         begin = torch.arange(slots.shape[0], device=slots.device) * T
         length = torch.full_like(begin, T)
     else:
-        offsets = cu_seqlens.long().clamp(0, T)
+        offsets = cu.long().clamp(0, T)
         begin, length = offsets[:-1], offsets.diff().clamp(min=0)
     at = begin + torch.minimum(count, length) - 1
     rows = states.flatten(0, 1).index_select(0, at.clamp(min=0))
     live = (count > 0) & (length > 0)
     # Rows that are not live are sent to slot 0 and put back: what they hold must not matter.
-    write_rows(state_cache, slots, live, rows.to(state_cache.dtype))
+    write_rows(pool, slots, live, rows.to(pool.dtype))
+
+
+def wants_kernels(op: str, pool: Tensor) -> bool:
+    """Whether the kernel runs."""
+    return pool.is_cuda
+
+
+def _fits(pool: Tensor, states: Tensor) -> bool:
+    """Whether the kernel can address them: dense slots, dense states, no empty ones."""
+    return bool(pool.numel()) and pool[0].is_contiguous() and states.is_contiguous()
 
 
 def _check(
-    op: str, pool: Tensor, slots: Tensor, states: Tensor, count: Tensor, cu: Tensor | None
+    pool: Tensor, slots: Tensor, states: Tensor, count: Tensor, cu: Tensor | None, text: str
 ) -> None:
-    device = pool.device
+    op, device = options_of(text).op, pool.device
     check_layout(op, "state_cache", pool)
     if pool.dim() < 2:
         raise ShapeMismatch(
@@ -115,3 +146,14 @@ def _check(
                     op, "num_accepted_tokens", expected=f"0 to {most} for sequence {i}",
                     got=str(accepted), mend="Count the tokens that were accepted",
                 )  # fmt: skip
+
+
+_STEPS = Steps()
+_accept = register_in_place(
+    "accept_states",
+    "Tensor(a!) state_cache, Tensor state_indices, Tensor states, Tensor num_accepted_tokens, "
+    "Tensor? cu_seqlens, str options",
+    _run,
+    _check,
+    writes=(0,),
+)

@@ -85,9 +85,7 @@ def merge_state(state: Tensor, summary: Tensor, *, log2_decay: bool | None = Non
             "merge_state", "state", expected=f"K = {summary.shape[-1]} columns, as summary",
             got=str(state.shape[-1]), mend="Give the state [..., V, K]",
         )  # fmt: skip
-    if scalar:
-        return state * torch.exp2(transition) + bias
-    return _product(state, transition) + bias
+    return merged(state, bias, transition, scalar)
 
 
 def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) -> Tensor:
@@ -113,11 +111,27 @@ def compose_summaries(first: Tensor, then: Tensor, *, log2_decay: bool = False) 
             "compose_summaries", "then", expected=f"[..., {rows}, {keys}], as first",
             got=f"shape {list(then.shape)}", mend="Compose summaries of one family and size",
         )  # fmt: skip
-    bias, transition, scalar = split("compose_summaries", then, value_dim, log2_decay)
+    split("compose_summaries", then, value_dim, log2_decay)
+    return composed(first, then, value_dim, log2_decay)
+
+
+# The same of tensors that fit, for loops whose tensors are known: checks cost more than launches.
+
+
+def merged(state: Tensor, bias: Tensor, transition: Tensor, scalar: bool) -> Tensor:
+    """`merge_state`, of a summary's parts; scalar: a row of log2 decays."""
     if scalar:
-        before, decay, _ = split("compose_summaries", first, value_dim, True)
-        merged = before * torch.exp2(transition) + bias
-        return torch.cat([merged, (decay + transition).expand_as(merged[..., :1, :])], -2)
+        return torch.addcmul(bias, state, torch.exp2(transition))
+    return _product(state, transition) + bias
+
+
+def composed(first: Tensor, then: Tensor, value_dim: int, scalar: bool) -> Tensor:
+    """`compose_summaries`; scalar: Mamba-2's."""
+    bias, transition = then[..., :value_dim, :], then[..., value_dim:, :]
+    if scalar:
+        state = torch.addcmul(bias, first[..., :value_dim, :], torch.exp2(transition))
+        decay = (first[..., value_dim:, :] + transition).expand_as(state[..., :1, :])
+        return torch.cat([state, decay], -2)
     both = _product(first, transition)
     both[..., :value_dim, :] += bias
     return both
@@ -189,8 +203,14 @@ class _Product(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):
+    kind = a.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return _product(a, b)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Product.apply(a, b)
+    with _ieee(a.device):
+        return a @ b
 
 
 @contextmanager

@@ -13,7 +13,7 @@ cu_seqlens [N + 1]: offsets that start at 0, never fall and may end before T. Se
     are unspecified, see `mask_inactive_tokens` and `mask_inactive_token_gradients`.
 Gradients: in every floating input, once; in the input's own dtype and shape.
 Raises: ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidOption, RuleBroken for a bad argument;
-    PlanNotOffered where the implementation does not serve the call; NotDifferentiable.
+    NoEngine or PlanNotOffered where the implementation does not serve the call; NotDifferentiable.
 """
 
 from __future__ import annotations

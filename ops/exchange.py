@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from lagraph.errors import InvalidOption, RuleBroken
-from lagraph.ops.algebra import compose_summaries, merge_state, neutral_summary, split
+from lagraph.ops.algebra import composed, merged, neutral_summary, split
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -204,9 +204,14 @@ def fold_slots(gathered: Tensor, sources: Tensor, *, log2_decay: bool = False) -
         heads, values, keys, device=gathered.device, dtype=gathered.dtype, log2_decay=log2_decay
     )
     table = torch.cat([gathered.flatten(0, 1), identity[None]])
-    state = gathered.new_zeros(sources.shape[0], heads, values, keys)
-    for link in sources.unbind(1):
-        state = merge_state(state, table.index_select(0, link), log2_decay=log2_decay)
+    links = sources.unbind(1)
+    if not links:
+        return gathered.new_zeros(sources.shape[0], heads, values, keys)
+    # Of the zero state a map makes its bias.
+    state = table[..., :values, :].index_select(0, links[0])
+    for link in links[1:]:
+        row = table.index_select(0, link)
+        state = merged(state, row[..., :values, :], row[..., values:, :], log2_decay)
     return state
 
 
@@ -287,11 +292,13 @@ def _doubling(
             if later is None:
                 before[slot] = first
             elif last:
-                before[slot] = merge_state(first, later, log2_decay=log2_decay)
+                before[slot] = merged(
+                    first, later[..., :values, :], later[..., values:, :], log2_decay
+                )
             else:
-                before[slot] = compose_summaries(first, later, log2_decay=log2_decay)
+                before[slot] = composed(first, later, values, log2_decay)
             if not last:
-                windows[slot] = compose_summaries(first, windows[slot], log2_decay=log2_decay)
+                windows[slot] = composed(first, windows[slot], values, log2_decay)
         step *= 2
     nothing = rows.new_zeros(rows.shape[1], values, rows.shape[-1])
     return torch.stack([nothing if x is None else x[..., :values, :] for x in before])

@@ -27,7 +27,7 @@ from lagraph.errors import (
 )
 from lagraph.ops.argument import apart, boolean, check_layout, readable
 from lagraph.ops.dense import offsets, rows
-from lagraph.ops.kinds import ENGINES, Impl, engine_of
+from lagraph.ops.kinds import Impl, engine_of, pin_of
 from lagraph.ops.register import register
 from lagraph.ops.scan import DTYPES, KEY_DIM, every_state, scan
 
@@ -168,11 +168,9 @@ def _run(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         state, slots, final = state[1:], slots.clamp(min=0) - 1, True  # type: ignore[index]
     elif state is not None and state.dtype in _narrow(io.dtype):
         state = state.to(torch.float64 if io.dtype is torch.float64 else torch.float32)
-    # A backend that is asked for is pinned, and so is eager; else the fastest kernels are chosen.
-    chosen = engine == ENGINES["fused"] and "backend" not in (call.kernel_options or {})
     out, last = form.operator(
         **given, cu_seqlens=cu, initial_state=state, output_final_state=final, state_indices=slots,
-        plan_name=None if chosen else f"{form.family}_{engine}", **call.options,
+        plan_name=pin_of(form.family, engine, call.kernel_options), **call.options,
     )  # fmt: skip
     return out.view(batch, length, *out.shape[1:]), last if call.final else None
 

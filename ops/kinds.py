@@ -1,7 +1,8 @@
 """Types of the functional surface: which implementation runs, which gate, kernel options.
 
-An implementation is a pinned plan: "reference" the eager engine's, "fused" the Triton engine's.
-None replaces another: a call that its implementation cannot serve is refused.
+"reference" pins the eager engine's plan, a backend that is asked for its engine's; "fused" without
+one runs the fastest GPU kernels, as an operator without a pin does. None replaces another: a call
+that its implementation cannot serve is refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "SplitOptions",
     "engine_of",
     "is_fused",
+    "pin_of",
 ]
 
 
@@ -166,3 +168,11 @@ def engine_of(
             mend="Drop them, or pass impl='fused'",
         )  # fmt: skip
     return ENGINES[backend] if fused else "eager"
+
+
+def pin_of(family: str, engine: str, options: Mapping[str, Any] | None = None) -> str | None:
+    """Name of the plan that a call on an engine of `engine_of` is pinned to; None where the fastest
+    kernels are chosen: in fused calls that ask for no backend."""
+    if engine == ENGINES["fused"] and "backend" not in (options or {}):
+        return None
+    return f"{family}_{engine}"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from lagraph.errors import DeviceMismatch, InvalidOption, RuleBroken, ShapeMismatch
 from lagraph.ops.fragments import offsets_of, whole
-from lagraph.ops.pieces import cut
+from lagraph.ops.pieces import balanced, cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -262,6 +262,9 @@ class ContextParallelRouting:
     # The layout that the tensors hold now, and its tables by number of pieces.
     _plan: list[ContextParallelPlan] = field(default_factory=list, compare=False, repr=False)
     _pieces: dict[int, Pieces] = field(default_factory=dict, compare=False, repr=False)
+    _counts: dict[tuple[int, int, bool], int] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def from_fragments(
@@ -297,6 +300,14 @@ class ContextParallelRouting:
                 segments=len(self.sequences), slots=self.slots, capped=self.capped,
             )  # fmt: skip
         return found
+
+    def balanced(self, width: int, least: int, log2_decay: bool) -> int:
+        """The number of pieces that suits this layout: see `lagraph.ops.pieces`. Found once; not
+        for a routing with caps, whose layout changes."""
+        key = width, least, log2_decay
+        if key not in self._counts:
+            self._counts[key] = balanced(self._plan[0], *key)
+        return self._counts[key]
 
     def copy_(self, other: ContextParallelRouting) -> ContextParallelRouting:
         """Take another layout's values in place, for the next replay of a captured graph.

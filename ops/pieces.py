@@ -13,6 +13,7 @@ the caps, the span's length and that number alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from heapq import heapreplace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,10 +24,18 @@ if TYPE_CHECKING:
 
     from lagraph.ops.layout import ContextParallelPlan
 
-__all__ = ["Part", "Pieces", "Rows", "cut"]
+__all__ = ["Part", "Pieces", "Rows", "balanced", "cut"]
 
 GRAIN = 64  # pieces are multiples of it: no chunk of any kernel is cut
 ALIGN = 16  # rows of a window's start: pointers stay aligned
+GAPS = 8  # a part of a window that may be gaps; where there are more, its rows are joined
+# What `balanced` weighs, in tokens of a serial walk, by times of GDN and Mamba-2 on one H200: the
+# factors of a summary's token; a step of the scan over links, for one of them, and of Mamba-2's.
+FACTORS = 0.25
+STEP = 45, 5
+LONG = 8  # segments shorter than this part of what one walk gets are taken to fill gaps
+FINER = (1, 1.5, 2, 3, 4, 6)  # numbers of pieces that it tries, of what fills the device once
+GAIN = 0.97  # what finer pieces have to come to, for others may know what a model does not
 
 
 class Part(NamedTuple):
@@ -45,7 +54,8 @@ class Rows:
     """The ranges that one direction summarizes, R of them in token order, as one call of a node.
 
     need: "map", "bias" where no transition is asked for, or "none" where there are no rows.
-    start, stop: the window of the span that the call is given.
+    spans: the tokens that the call is given: a window from the first row to the last one; or, where
+        much of that is gaps, the rows alone, to be joined; one without tokens where there are none.
     offsets: int32 [S + 1] its segments: the rows, and gaps between them.
     at: int64 [R] the segment of every row. dense: whether there are no gaps.
     feed: int64 [S] the span's segment whose initial state (or cotangent of its last state) enters,
@@ -62,8 +72,7 @@ class Rows:
     """
 
     need: str
-    start: int
-    stop: int
+    spans: tuple[tuple[int, int], ...]
     dense: bool
     parts: tuple[Part, ...]
     offsets: Tensor
@@ -111,6 +120,79 @@ class Pieces:
                     held.copy_(getattr(theirs, field.name))
 
 
+def _crossings(plan: ContextParallelPlan) -> tuple[dict[int, int], dict[int, int]]:
+    """By segment, the slot whose forward summary is of that segment; and the reverse summary."""
+    starts, terminal = set(plan.starts), set(plan.terminal)
+    sent: dict[int, int] = {}
+    returned: dict[int, int] = {}
+    at = 0
+    for slot, fragment in enumerate(plan.fragments):
+        if fragment and at not in starts:
+            returned[at] = slot
+        at += len(fragment)
+        if fragment and at - 1 not in terminal:
+            sent[at - 1] = slot
+    return sent, returned
+
+
+def _time(lengths: list[float], width: int) -> float:
+    """Until all walks of these lengths are done, `width` at a time, started in order."""
+    busy = [0.0] * width
+    for length in lengths:
+        heapreplace(busy, busy[0] + length)
+    return max(busy)
+
+
+def balanced(plan: ContextParallelPlan, width: int, least: int, log2_decay: bool) -> int:
+    """The number of pieces that should take a step the least time, forward and backward.
+
+    A cut shortens the walk of a segment, and costs a summary of all of its pieces but one: worth it
+    for a sequence that outlasts the others, not where documents fill the device by themselves.
+
+    width: walks that run at a time. least: tokens of a piece. log2_decay: of Mamba-2, whose
+    transitions need no walk. Lengths on the host decide, nothing else.
+    """
+    tokens = plan.cu_seqlens[-1]
+    once = max(min(width, tokens // least), 1)
+    if once == 1:
+        return 1
+    (sent, returned), starts = _crossings(plan), set(plan.starts)
+    lengths = [part.length for part in plan.subsequences]
+    known = [
+        (length, i in sent, i in returned, i in starts) for i, length in enumerate(lengths)
+        if length * LONG * width > tokens or i in sent or i in returned
+    ]  # fmt: skip
+
+    def time(count: int) -> float:
+        most = -(-tokens // count)
+        walks: list[float] = []
+        forward: list[float] = []
+        reverse: list[float] = []
+        maps = 1
+        for length, onward, back, begins in known:
+            parts = -(-length // most)
+            rows = parts - 1 + onward
+            walks += [length / parts] * parts
+            forward += [length / parts] * rows
+            reverse += [length / parts] * (parts - 1 + back)
+            if rows > begins and not log2_decay:
+                maps = 2
+        links = sum(len(rows) * len(rows).bit_length() for rows in (forward, reverse))
+        return (
+            3 * max(_time(walks, width), tokens / width)  # outputs; states, and back
+            + maps * _time(forward, width) + _time(reverse, width)
+            + FACTORS * (sum(forward) + sum(reverse)) / width
+            + STEP[log2_decay] * links
+        )  # fmt: skip
+
+    best, chosen = time(1), 1
+    for count in sorted({min(int(once * by), tokens // least) for by in FINER}):
+        needed = time(count)
+        if needed < GAIN * best:
+            best, chosen = needed, count
+    return chosen
+
+
 class _Span:
     """A span on the host, cut.
 
@@ -132,15 +214,7 @@ class _Span:
             begin = len(self.bounds)
             self.bounds += pairwise([*range(start, stop, step), stop])
             self.pieces.append(range(begin, len(self.bounds)))
-        self.sent: dict[int, int] = {}
-        self.returned: dict[int, int] = {}
-        at = 0
-        for slot, fragment in enumerate(plan.fragments):
-            if fragment and at not in self.starts:
-                self.returned[at] = slot
-            at += len(fragment)
-            if fragment and at - 1 not in self.terminal:
-                self.sent[at - 1] = slot
+        self.sent, self.returned = _crossings(plan)
 
     def chain(self, segment: int, reverse: bool) -> range:
         """A segment's pieces in order of application."""
@@ -213,16 +287,25 @@ def cut(
         fed = [segment if known else segments for _, segment, known, _ in found]
         start = ranges[0][0] // ALIGN * ALIGN if ranges and not capped else 0
         stop = ranges[-1][1] if ranges else start
+        spans = [(0, span.tokens) if capped else (start, stop)]
+        gaps = stop - start - sum(end - begin for begin, end in ranges)
+        joined = not capped and GAPS * gaps > stop - start
+        if joined:
+            spans = []
+            for begin, end in ranges:
+                if spans and spans[-1][1] == begin:
+                    begin, _ = spans.pop()
+                spans.append((begin, end))
         # Padded rows have no tokens, and every row of a layout with caps has a gap before it.
         ranges += [(stop, stop)] * (total - len(ranges))
         fed += [segments] * (total - len(fed))
         offsets, at, feed = [0], [], []
         for (begin, end), state in zip(ranges, fed, strict=True):
-            if capped or begin - start > offsets[-1]:
+            if capped or (not joined and begin - start > offsets[-1]):
                 offsets.append(begin - start)
                 feed.append(segments)
             at.append(len(feed))
-            offsets.append(end - start)
+            offsets.append(offsets[-1] + end - begin)
             feed.append(state)
         index = {piece: r for r, (piece, *_) in enumerate(found)}
         sources, target = (exit_, "returned") if reverse else (entry, "sent")
@@ -251,7 +334,7 @@ def cut(
         ]
         need = "map" if capped or any(row[3] for row in found) else "bias" if found else "none"
         return Rows(
-            need, start, span.tokens if capped else stop, len(at) == len(feed),
+            need, tuple(spans), len(at) == len(feed),
             () if capped else span.parts(reverse),
             ints(offsets, torch.int32), ints(at), ints(feed),
             torch.tensor(ranges, dtype=torch.int32).reshape(-1, 2).to(device), ints(fed),

@@ -15,7 +15,7 @@ group: a process group of exactly the plan's ranks, in order; `mesh.get_group(..
     an empty span; otherwise the others wait.
 exchange: "all_gather", "doubling", or "auto": see `choose_exchange`.
 pieces: how many equal parts the span is cut into, so that they run side by side; None chooses by
-    heads and device, and cuts on GPUs alone. See `lagraph.ops.pieces`.
+    layout, heads and device, and cuts on GPUs alone. See `lagraph.ops.pieces`.
 
 A table that cuts no sequence (`routing.aligned`) turns `batch_invariant` on, so that all results
 have the bits of the unsharded operator with that option; without caps it communicates nothing, and
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lagraph.errors import DtypeMismatch, InvalidOption, NotDifferentiable, RuleBroken
-from lagraph.ops.algebra import compose_summaries, merge_state, neutral_summary, split
+from lagraph.ops.algebra import composed, merge_state, merged, neutral_summary, split
 from lagraph.ops.exchange import choose_exchange, scatter_folds, start_folds
 from lagraph.ops.form import FORMS
 from lagraph.ops.fragments import whole
@@ -199,12 +199,18 @@ def _count(op: str, pieces: int | None) -> int:
     return whole(op, "pieces", pieces, 1, "Leave it out: it is chosen by heads and device")
 
 
-def choose_pieces(device: torch.device, tokens: int, heads: int, value_dim: int) -> int:
-    """As many as have two of their programs on every processor. 1 on a CPU."""
-    if device.type != "cuda":
+def choose_pieces(
+    routing: ContextParallelRouting, heads: int, value_dim: int, log2_decay: bool = False
+) -> int:
+    """As many as balance this layout, where two programs run on every processor. With caps, as many
+    as fill the device once. 1 on a CPU, and where nothing is exchanged."""
+    device = routing.cu_seqlens.device
+    if device.type != "cuda" or not routing.exchanges:
         return 1
-    programs = heads * max(value_dim // SLICE, 1)
-    return max(min(2 * _processors(device) // programs, tokens // SHORTEST), 1)
+    width = 2 * _processors(device) // (heads * max(value_dim // SLICE, 1))
+    if routing.capped:
+        return max(min(width, routing.tokens // SHORTEST), 1)
+    return routing.balanced(width, SHORTEST, log2_decay)
 
 
 def _chained(table: Tensor, rows: Rows, decay: bool) -> tuple[Tensor, Tensor]:
@@ -219,8 +225,8 @@ def _chained(table: Tensor, rows: Rows, decay: bool) -> tuple[Tensor, Tensor]:
     if len(rows.links) == 1:  # nothing is cut
         return links, slots
     for step in rows.steps.unbind(0):
-        links = compose_summaries(links.index_select(0, step), links, log2_decay=decay)
-    return links, compose_summaries(links.index_select(0, rows.head), slots, log2_decay=decay)
+        links = composed(links.index_select(0, step), links, values, decay)
+    return links, composed(links.index_select(0, rows.head), slots, values, decay)
 
 
 # Bytes that a rank has to receive for its pass to be made in parts. It takes a launch more of every
@@ -246,8 +252,8 @@ def _between(
 ) -> Tensor:
     """States of all pieces: those [segments, ...] of segments, and what links make of the states
     that flow into them from other ranks."""
-    begin = flowing.index_select(0, rows.through)
-    cuts = merge_state(begin, links[:-1], log2_decay=decay)
+    begin, values = flowing.index_select(0, rows.through), flowing.shape[-2]
+    cuts = merged(begin, links[:-1, ..., :values, :], links[:-1, ..., values:, :], decay)
     return torch.cat([states, cuts]).index_select(0, at)
 
 
@@ -484,7 +490,7 @@ def _family(
     if pieces is None and engine != "eager":
         values, gates = (tensors["x" if family == "mamba2" else "v"],
                          tensors["dt" if family == "mamba2" else "gate"])  # fmt: skip
-        count = choose_pieces(span.device, routing.tokens, gates.shape[2], values.shape[-1])  # type: ignore[union-attr]
+        count = choose_pieces(routing, gates.shape[2], values.shape[-1], family == "mamba2")  # type: ignore[union-attr]
     bound: dict[str, Any] = {n: x for n, x in options.items() if n != "scale"}
     bound |= {"impl": impl, "kernel_options": kernel_options, "batch_invariant": routing.aligned}
     return _apply(
@@ -521,7 +527,7 @@ def context_parallel_gdn(
         exchange: "auto", "all_gather" or "doubling".
         impl: "auto" (fused on CUDA, else reference), "fused" or "reference".
         kernel_options: Of fused execution.
-        pieces: Equal parts that the span is cut into; chosen by heads and device if absent.
+        pieces: Equal parts that the span is cut into; chosen by layout, heads and device if absent.
 
     Returns:
         The output [1, T, H, V] and the state after every segment [max_subsequences, H, V, K].

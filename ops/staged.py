@@ -20,8 +20,9 @@ summary computes its chunks' factors and then walks the states; `run` computes b
 ranges that were summarized. In the backward the summary recomputes the factors and walks the
 gradient of the state once, `run` does all of its own work. Tokens between ranges of one call are
 walked, too. `range_summaries` and `range_grad_summaries`, which the recipes use, leave out what
-nobody needs: transitions where only biases are folded, tokens before the first range and after the
-last, and all transitions of the backward, since they are the forward's, transposed.
+nobody needs: transitions where only biases are folded, all transitions of the backward, since they
+are the forward's, transposed, and tokens outside the ranges (those between them by a copy of the
+ranges, where there are more than a few; with caps they stay).
 
 Every `chunk_*_prepare` takes impl and kernel_options as `chunk_*` does, and batch_invariant: each
 sequence's bits then depend on that sequence alone. Its `_backward` has to be given the same.
@@ -163,17 +164,23 @@ class Local:
         return torch.nn.functional.pad(state, (0, 0, 0, rows))
 
     def window(
-        self, ports: Mapping[str, Tensor | None], rows: Rows, tokens: int
+        self, direction: str, ports: Mapping[str, Tensor | None], rows: Rows, tokens: int
     ) -> dict[str, Tensor | None]:
-        """Ports of the tokens that rows reach over, with the rows' segments."""
+        """What a summary reads of the tokens that rows are given, with their segments."""
         form = FORMS[self.family]
         port = {p.op_name: p.name for p in self.node("forward").inputs}
         names = {port[form.ports.get(name, name)] for name in form.axes} | {"dO"}
+        read = set(self.node(direction).input_names)
+        if "dO" in read:
+            read.add("z")  # the gradient goes through it first
         cropped: dict[str, Tensor | None] = {}
         for name, x in ports.items():
-            if x is not None and name in names and (rows.start, rows.stop) != (0, tokens):
+            if name not in read:
+                continue
+            if x is not None and name in names and rows.spans != ((0, tokens),):
                 steps = x.shape[0] // tokens  # GDP may have several rows a token
-                x = x[rows.start * steps : rows.stop * steps]
+                made = [x[start * steps : stop * steps] for start, stop in rows.spans]
+                x = made[0] if len(made) == 1 else torch.cat(made)
             cropped[name] = x
         return cropped | {"cu_seqlens": rows.offsets}
 
@@ -264,7 +271,7 @@ class Prepared:
         that they enter in its bias: see `lagraph.ops.pieces`."""
         if rows.need == "none":
             return self._local.blank(self._ports, 0)
-        ports = self._local.window(self._ports, rows, self._tokens)
+        ports = self._local.window("summary", self._ports, rows, self._tokens)
         ports["initial_state"] = None if states is None else fed(states, rows.feed)
         made = self._local.call("summary", ports, {"output_transition": rows.need == "map"})
         return _picked(self._local.packed(made[0], made[1], rows.need), rows)
@@ -355,7 +362,7 @@ class PreparedGradient:
         """
         if rows.need == "none":
             return self._local.blank(self._ports, 0)
-        ports = self._local.window(self._ports, rows, self._tokens)
+        ports = self._local.window("summary_backward", self._ports, rows, self._tokens)
         ports["dO"] = _ungated(ports["dO"], ports.get("z"))
         if d_final_state is not None:
             ports["d_final_state"] = fed(d_final_state, rows.feed)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 from serving import (
+    DECODE,
     check_conv,
     check_conv_decode,
     check_conv_states,
@@ -20,12 +21,18 @@ from serving import (
     check_paged,
     check_scan,
     check_several,
+    decode_inputs,
+    pool_of,
 )
+from tolerance import check_bitwise
 from triton import language as tl
 
+import lagraph.ops.accept as accept
 import lagraph.ops.conv as conv
 import lagraph.ops.decode as decode
+from lagraph import errors
 from lagraph.engines.triton.conv import schedule
+from lagraph.ops.step import Steps
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -39,6 +46,9 @@ def kernels(monkeypatch, poison):
     monkeypatch.setattr(conv, "INTERPRETED", True, raising=False)
     for module in (conv, decode):
         monkeypatch.setattr(module, "wants_kernels", lambda op, impl, x: True)
+    monkeypatch.setattr(accept, "wants_kernels", lambda op, pool: True)
+    for module in (conv, decode, accept):  # what other tests' calls looked like
+        monkeypatch.setattr(module, "_STEPS", Steps())
 
 
 @triton.jit
@@ -157,3 +167,87 @@ def test_several_tokens_options():
 @pytest.mark.parametrize("dense", [False, True])
 def test_conv_states(dense):
     check_conv_states("cpu", F16, dense=dense)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6, 8), (3, 24), (2, 80, 64)], ids=str)
+def test_accepted_rows(packed, shape):
+    """The kernel copies what the reference does, and no padding, empty or unaccepted rows."""
+    rng = torch.Generator().manual_seed(1)
+    pool, big, _ = pool_of(torch.randn(7, *shape, generator=rng), 8)
+    states = torch.randn(5, 3, *shape, generator=rng).to(F16)
+    slots, count = torch.tensor([5, -1, 2, 0, 6]), torch.tensor([2, 1, 0, 3, 3])
+    cu = torch.tensor([0, 2, 5, 5, 9, 14]) if packed else None
+    if packed:
+        states = states.flatten(0, 1)[None]
+    want = big.clone()
+    for i, row in ((0, 1), (4, 11 if packed else 14)):
+        want[slots[i], :-8] = states.flatten(0, 1)[row].flatten().float()
+    accept.accept_states(pool, slots, states, count, cu_seqlens=cu)
+    check_bitwise({"pool": big}, {"pool": want})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_like_an_earlier_one(family):
+    """The second call launches at once, on its own tensors, and gives what a first one gives."""
+    made = []
+    for seed in (1, 2):
+        _, args, extra = decode_inputs(family, "cpu", F16, seed=seed)
+        pool = torch.randn(8, 4, 16, 16, generator=torch.Generator().manual_seed(seed))
+        slots = torch.tensor([3, -1, 5, 1, 5 + seed], dtype=torch.int32)
+        made.append((args, extra, pool, slots))
+    found = [DECODE[family](*args, pool, slots, **extra) for args, extra, pool, slots in made]
+    assert len(decode._STEPS.known) == 1
+    args, extra, _, slots = made[1]
+    pool = torch.randn(8, 4, 16, 16, generator=torch.Generator().manual_seed(2))
+    decode._STEPS.known.clear()
+    check_bitwise({"o": found[1], "pool": made[1][2]},
+                  {"o": DECODE[family](*args, pool, slots, **extra), "pool": pool})  # fmt: skip
+
+
+def test_what_a_later_call_still_checks():
+    """Addresses and values are another call's; everything else has a key of its own."""
+    _, args, _ = decode_inputs("gdn", "cpu", F16)
+    pool, slots = torch.randn(8, 4, 16, 16), torch.tensor([3, -1, 5, 0, 2])
+    out, run = torch.empty(1, 5, 4, 16, dtype=F16), decode.recurrent_gdn_decode
+    for _ in range(2):
+        assert run(*args, pool, slots, out=out) is out
+    before = pool._version
+    run(*args, pool, slots, out=out)
+    assert pool._version > before
+    flat = args[0].flatten()
+    with pytest.raises(errors.RuleBroken, match="overlap with packed_qkv"):
+        run(*args, pool, slots, out=flat[: out.numel()].view(out.shape))
+    with pytest.raises(errors.RuleBroken, match="distinct"):
+        run(*args, pool, torch.tensor([3, 3, 5, 0, 2]), out=out)
+    with pytest.raises(errors.ShapeMismatch):
+        run(*args, pool, slots[:4], out=out)
+    with pytest.raises(errors.DtypeMismatch):
+        run(*args, pool, slots.float(), out=out)
+    with pytest.raises(errors.InvalidOption):
+        run(*args, pool, slots, out=out, allow_neg_eigval=1)
+    bias = args[-1].clone().requires_grad_()
+    with pytest.raises(errors.NotDifferentiable):
+        run(*args[:-1], bias, pool, slots, out=out)
+    with torch.no_grad():
+        run(*args[:-1], bias, pool, slots, out=out)
+    with pytest.raises(errors.NotDifferentiable):
+        run(*args[:-1], bias, pool, slots, out=out)
+
+
+def test_a_convolution_like_an_earlier_one():
+    rng = torch.Generator().manual_seed(3)
+    weight, run = torch.randn(24, 4, generator=rng), conv.causal_conv1d_decode
+    rows, pools = torch.randn(2, 5, 24, generator=rng), torch.randn(2, 9, 3, 24, generator=rng)
+    slots, again = torch.tensor([4, -1, 2, 0, 6]), pools[1].clone()
+    found = [run(x, weight, pool, activation="silu", state_indices=slots)
+             for x, pool in zip(rows, pools)]  # fmt: skip
+    assert len(conv._STEPS.known) == 1
+    conv._STEPS.known.clear()
+    want = run(rows[1], weight, again, activation="silu", state_indices=slots)
+    check_bitwise({"y": found[1], "pool": pools[1]}, {"y": want, "pool": again})
+    store = torch.zeros(9 * 72 + 120)
+    pool = store[: 9 * 72].view(9, 3, 24)
+    run(store[-120:].view(5, 24), weight, pool, activation="silu", state_indices=slots)
+    with pytest.raises(errors.RuleBroken, match="overlap"):
+        run(store[:120].view(5, 24), weight, pool, activation="silu", state_indices=slots)

@@ -39,6 +39,7 @@ F64 = torch.float64
 H, HK, K, V, n = 2, 1, 8, 6, 2
 PARAMS = ("A", "D", "dt_bias")
 CU = (0, 7, 7, 61, 64, 96)  # an empty document, a long one, a short one
+DRAWS = 8  # over which errors of parameters' gradients are taken
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,11 @@ def many_ranks(family, routing, ids, group, x, state, d_o, d_s, **call):
     return o.detach(), last.detach(), grads, None if start is None else start.grad
 
 
-def close(got, wanted, bound, what):
-    """Relative L2 error below a bound, and the same bits for a bound of 0."""
+def close(got, wanted, bound, what, slack=0.0):
+    """Relative L2 error below a bound, and the same bits for a bound of 0.
+
+    slack: an absolute error that is allowed beside.
+    """
     assert got.shape == wanted.shape, (what, got.shape, wanted.shape)
     assert got.isfinite().all(), what
     if bound == 0:
@@ -239,7 +243,8 @@ def close(got, wanted, bound, what):
         bound = max(bound, NOW.gradient if "gradient" in what else NOW.output)
         # A rank may hold few tokens: an absolute term of the same size.
         error = float((got.double() - wanted.double()).norm())
-        assert error <= bound * (float(wanted.norm()) + 1.0), f"{what}: {error}"
+        size = float(wanted.norm())
+        assert error <= bound * (size + 1.0) + slack, f"{what}: {error} of {size}, slack {slack}"
 
 
 def compare(family, table, rank, group, *, cu=CU, dtype=None, bound=1e-11, with_state=True,
@@ -250,6 +255,11 @@ def compare(family, table, rank, group, *, cu=CU, dtype=None, bound=1e-11, with_
     plan = cp.ContextParallelPlan.from_fragments(cu, table, rank)
     routing, ids = route(plan, **(caps or {}))
     want_o, want_s, want_g, want_i = one_rank(family, cu, x, state, d_o, d_s, same_bits)
+    own_g = want_g
+    if NOW.fused and not same_bits and any(name in PARAMS for name in x):
+        # A parameter's gradient is a sum over all tokens that cancels: what the kernels make of it
+        # on one rank says how well it can be known. See check_accuracy_is_that_of_one_rank.
+        _, _, own_g, _ = one_rank(family, cu, x, state, d_o, d_s, impl=NOW.impl)
     o, last, grads, d_state = many_ranks(family, routing, ids, group, x, state, d_o, d_s, **call)
     close(o, want_o[:, ids], bound, f"{family} output")
     at, ends = routing.sequences, routing.terminal
@@ -258,7 +268,8 @@ def compare(family, table, rank, group, *, cu=CU, dtype=None, bound=1e-11, with_
         wanted = want_g[name] if name in PARAMS else want_g[name][:, ids]
         # Shares of parameters are summed over ranks in another order.
         loose = bound or (1e-5 if name in PARAMS else 0)
-        close(grad, wanted, loose, f"{family} gradient of {name}")
+        slack = 2.0 * float((own_g[name].double() - want_g[name]).norm()) if name in PARAMS else 0.0
+        close(grad, wanted, loose, f"{family} gradient of {name}", slack)
     if d_state is not None:
         starts = routing.starts
         close(d_state[starts], want_i[at[starts]], bound, f"{family} gradient of initial states")
@@ -382,30 +393,41 @@ def check_documents_have_the_same_bits(rank, world, group):
 
 
 def check_accuracy_is_that_of_one_rank(rank, world, group):
-    """Errors against fp64, of the shards together and of one rank: whole, and in pieces."""
+    """Errors against fp64, of the shards together and of one rank: whole, and in pieces.
+
+    Those of a parameter are a few numbers, which cancel more in one draw than in another: of
+    several draws together.
+    """
     cu, table = (0, 30, 256), cp.zigzag_fragments(256, world)
     plan = cp.ContextParallelPlan.from_fragments(cu, table, rank)
     routing, ids = route(plan)
     for family in NOW.families:
-        x, state, d_o, d_s = draw(family, cu, NOW.low)
-        true_o, _, true_g, _ = one_rank(family, cu, *map(widened, (x, state, d_o, d_s)))
-        one_o, _, one_g, _ = one_rank(family, cu, x, state, d_o, d_s, impl=NOW.impl)
-        for pieces in (1, 4):
-            with grains_of(16):
-                o, _, grads, _ = many_ranks(
-                    family, routing, ids, group, x, state, d_o, d_s, pieces=pieces
-                )
-            pairs = [("output", o, one_o[:, ids], true_o[:, ids])]
-            pairs += [(k, g, one_g[k][:, ids], true_g[k][:, ids])
-                      for k, g in grads.items() if k not in PARAMS]  # fmt: skip
-            for name, mine, one, true in pairs:
-                errors = torch.stack([(mine - true).square().sum(), (one - true).square().sum(),
-                                      true.square().sum()]).double()  # fmt: skip
-                dist.all_reduce(errors, group=group)
-                sharded, single, size = errors.sqrt().tolist()
-                assert sharded <= 1.5 * single + 1e-7 * size, (
-                    family, name, pieces, sharded, single, size,
-                )  # fmt: skip
+        totals = {}
+        for seed in range(DRAWS if family == "mamba2" else 1):
+            x, state, d_o, d_s = draw(family, cu, NOW.low, seed)
+            true_o, _, true_g, _ = one_rank(family, cu, *map(widened, (x, state, d_o, d_s)))
+            one_o, _, one_g, _ = one_rank(family, cu, x, state, d_o, d_s, impl=NOW.impl)
+            for pieces in (1, 4):
+                with grains_of(16):
+                    o, _, grads, _ = many_ranks(
+                        family, routing, ids, group, x, state, d_o, d_s, pieces=pieces
+                    )
+                found = [("output", o, one_o[:, ids], true_o[:, ids])]
+                for name, grad in grads.items():
+                    at = slice(None) if name in PARAMS else (slice(None), ids)
+                    found.append((name, grad, one_g[name][at], true_g[name][at]))
+                for name, mine, one, true in found:
+                    squares = [(mine - true).square().sum(), (one - true).square().sum(),
+                               true.square().sum()]  # fmt: skip
+                    part = torch.stack([square.double() for square in squares])
+                    totals[name, pieces] = totals.get((name, pieces), 0.0) + part
+        for (name, pieces), errors in totals.items():
+            dist.all_reduce(errors, group=group)
+            sharded, single, size = errors.sqrt().tolist()
+            most = 2.0 if name in PARAMS else 1.5
+            assert sharded <= most * single + 1e-7 * size, (
+                family, name, pieces, sharded, single, size,
+            )  # fmt: skip
 
 
 def check_the_staged_halves_by_hand(rank, world, group):

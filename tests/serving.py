@@ -455,7 +455,7 @@ def check_several(
     parts = [x[name].flatten(1) for name in ("qkv" if delta else "vkq")]
     given = [torch.cat(parts, 1), x["g"], *([x["beta"]] if delta else [])]
     given += [x["w"]] if family == "gdn2" else []
-    given = [t.unflatten(0, (B, T)) for t in given]
+    given, tokens = [t.unflatten(0, (B, T)) for t in given], len(given)
     given += [x[name] for name in (("a_log", "dt_bias") if delta else ("a", "dt_bias"))]
     # Rows that are a slice of a wider buffer, as a projection leaves them.
     given[0] = laid_out("columns", given[0])
@@ -480,7 +480,22 @@ def check_several(
     states = torch.full((B, T, H, V, K), NAN, dtype=kept, device=device)
     other, other_big, _ = pool_of(values.to(device), 24)
     again = DECODE[family](*given, other, slots, **more, states=states)
-    check_bitwise({"pool": other_big, "O": again}, {"pool": before, "O": out})
+    check_bitwise({"pool": other_big}, {"pool": before})
+    if kept == pool_dtype or where(device) == "cpu":
+        check_bitwise({"O": again}, {"O": out})
+    else:  # another kernel: the dtypes that it stores are compiled into it
+        check({"O": again[live]}, {"O": out[live].cpu().to(F64)}, dtype, where(device))
+    # One at a time: not another bit from the kernels, so that a step back leaves no trace.
+    if pool_dtype == F32 and where(device) == "cuda":
+        single, single_big, _ = pool_of(values.to(device), 24)
+        for t in range(T):
+            rows = [given[0][:, t], *(x[:, t][None] for x in given[1:tokens])]
+            ones = {"has_initial_state": has if t == 0 else torch.ones_like(has)}
+            if not delta:
+                ones |= {"D": extra["D"], "z": extra["z"][:, t][None]}
+            o = DECODE[family](*rows, *given[len(rows) :], single, slots, **ones, **(call or {}))
+            check_bitwise({"O": o[0]}, {"O": out[:, t]})
+        check_bitwise({"pool": single_big}, {"pool": big})
 
     o, rows = out.cpu(), states.cpu()
     assert not o[~live].any(), "padding is exactly zero"

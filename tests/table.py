@@ -53,5 +53,10 @@ def pending(error):
     found = re.fullmatch(r"plan \w+_frost\S* declines [^:]+: (.*)\.", str(error), re.DOTALL)
     if found is None:
         return False
-    known = (r"does not serve \w+ \w+", *(rf"{option}: .*" for option in SUPPORT.without))
+    known = (
+        r"does not serve \w+ \w+",
+        *(rf"{option}: .*" for option in SUPPORT.without),
+        *(rf"{option}=\d+ is no multiple of \d+" for option in SUPPORT.multiples),
+        r"n=\d+ not in .*",
+    )
     return all(re.fullmatch("|".join(known), why) for why in found[1].split("; "))

@@ -17,7 +17,7 @@ from table import grid, to
 from tolerance import check, check_bitwise
 
 from lagraph import errors, ops
-from lagraph.ops import dense
+from lagraph.ops import dense, kinds
 from lagraph.ops.form import FORMS
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -446,6 +446,19 @@ def test_bad_kernel_options(what):
         ops.chunk_gdn(**GIVEN, kernel_options=options)
     with pytest.raises(errors.RuleBroken, match="reference"):
         ops.chunk_gdn(**GIVEN, impl="reference", kernel_options={"backend": "fused"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "pin"),
+    [
+        ("eager", None, "gdn_eager"), ("triton", None, None), ("triton", {}, None),
+        ("triton", {"split_forward": False}, None), ("triton", {"backend": "fused"}, "gdn_triton"),
+        ("frost", {"backend": "cudnn"}, "gdn_frost"),
+    ],
+)  # fmt: skip
+def test_what_a_call_is_pinned_to(engine, options, pin):
+    """A fused call that asks for no backend leaves the choice to the selection."""
+    assert kinds.pin_of("gdn", engine, options) == pin
 
 
 # The page ------------------------------------------------------------------------------------

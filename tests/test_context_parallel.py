@@ -285,7 +285,8 @@ def test_pieces_of_the_example_of_the_page():
     assert whole.forward.bounds.tolist() == [[40, 96]]  # A s1, for C
     assert whole.reverse.bounds.tolist() == [[96, 192]]  # B s2, for D
     assert (whole.forward.need, whole.reverse.need) == ("bias", "bias")  # one starts, one ends
-    assert (whole.forward.start, whole.forward.stop) == (32, 96)
+    assert whole.forward.spans == ((32, 96),)  # 8 tokens before it, for the sake of alignment
+    assert whole.forward.offsets.tolist() == [0, 8, 64]
     made = routing.pieces(2)
     assert made is routing.pieces(2)
     assert made.cu_seqlens.tolist() == [0, 40, 96, 192]  # no segment is longer than half
@@ -343,18 +344,63 @@ def test_pieces_tile_the_span(count):
             assert starts == routing.cu_seqlens.tolist()[:-1]
 
 
+def test_rows_with_much_between_them_are_joined():
+    """Rows are the halves of documents that somebody waits for."""
+    cu, table = (0, 640, 1280, 1920), [[(0, 1600)], [(1600, 1920)]]
+    routing = Plan.from_fragments(cu, table, 0).routing("cpu")
+    rows = routing.pieces(4).forward  # of at most 400 tokens
+    assert rows.bounds.tolist() == [[0, 320], [640, 960], [1280, 1600]]
+    assert rows.spans == ((0, 320), (640, 960), (1280, 1600))
+    assert rows.dense
+    assert rows.offsets.tolist() == [0, 320, 640, 960]
+    assert rows.feed.tolist() == [0, 1, 2]
+    capped = Plan.from_fragments(cu, table, 0).routing("cpu", slots=1).pieces(4).forward
+    assert capped.spans == ((0, 1600),)
+    assert not capped.dense
+    # Neighbours are one range, and few tokens between rows are walked.
+    near = Plan.from_fragments((0, 1280, 1300, 1920), [[(0, 1920)], []], 0).routing("cpu")
+    assert near.pieces(6).forward.spans == ((0, 960), (1300, 1620))
+    assert near.pieces(12).forward.spans == ((0, 1876),)
+
+
 def test_a_choice_of_pieces():
+    from types import SimpleNamespace
+
     from lagraph.ops import recipe
 
-    device = torch.device("cuda", 0)
+    def choose(heads, values, cu, table, rank=0, device="cuda", decay=False, **caps):
+        made = Plan.from_fragments(cu, table, rank).routing("cpu", **caps)
+        at = SimpleNamespace(device=torch.device(device, 0))
+        made = SimpleNamespace(
+            cu_seqlens=at, exchanges=made.exchanges, capped=made.capped, tokens=made.tokens,
+            balanced=made.balanced,
+        )  # fmt: skip
+        return recipe.choose_pieces(made, heads, values, decay)
+
+    def long(tokens):
+        return (0, 2 * tokens), cp.contiguous_fragments(2 * tokens, 2)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "_processors", lambda device: 132)
-        assert recipe.choose_pieces(device, 1 << 17, 16, 128) == 8
-        assert recipe.choose_pieces(device, 1 << 17, 64, 128) == 2
-        assert recipe.choose_pieces(device, 1 << 17, 16, 64) == 16
-        assert recipe.choose_pieces(device, 1100, 16, 64) == 2  # not shorter than 512 tokens
-        assert recipe.choose_pieces(device, 0, 16, 64) == 1
-    assert recipe.choose_pieces(torch.device("cpu"), 1 << 17, 16, 128) == 1
+        for rank in (0, 1):
+            assert choose(16, 128, *long(1 << 17), rank) == 8
+            assert choose(64, 128, *long(1 << 17), rank) == 2
+            assert choose(16, 64, *long(1 << 17), rank, decay=True) == 16
+        assert choose(16, 64, *long(1100)) == 2  # not shorter than 512 tokens
+        assert choose(16, 64, *long(0)) == 1
+        assert choose(256, 128, *long(1 << 17)) == 1
+        assert choose(16, 128, *long(1 << 17), slots=1) == 8
+        assert choose(16, 128, *long(1 << 17), device="cpu") == 1
+        # Documents that fill the device by themselves stay whole; on two ranks they no longer do.
+        cu = benchmark().documents(1 << 20)
+        half = cu[-1] // 2
+        one = [[(0, half), (half, cu[-1])]]
+        assert choose(16, 128, cu, one) == 1
+        for rank in (0, 1):
+            assert choose(16, 128, cu, cp.contiguous_fragments(cu[-1], 2), rank) >= 8
+        assert choose(16, 128, cu, cp.document_aligned_fragments(cu, 2)) == 1  # exchanges nothing
+        many = list(range(0, 1 << 17, 1 << 10))
+        assert choose(16, 128, many, cp.contiguous_fragments(many[-1], 2)) == 1
 
 
 def test_the_rule_that_chooses_an_exchange():
@@ -376,8 +422,9 @@ def test_the_cost_model_is_that_of_the_docs():
     bench, page = benchmark(), ROOT / "docs" / "context_parallelism.md"
     text = page.read_text(encoding="utf-8")
     assert bench.model_table() in text
-    first = bench.crossover(16, 128, 128, bench.ASSUMED)
+    first = bench.crossover(16, 128, 128, bench.MEASURED)
     assert f"less time from {first} ranks on" in text
+    assert bench.crossover(16, 128, 128, bench.NETWORK) == first
     for ranks in (2, 3, 4, 7, 8, 64):
         cost = bench.model(ranks, 16, 128, 64, 1e-5, 1e9)
         table = cp.contiguous_fragments(ranks * 4, ranks)
@@ -400,6 +447,32 @@ def test_a_line_is_fitted():
     assert bench.line([(1, 1.0), (2, 2.2), (4, 4.8)])[0] == 0.0  # no negative latency
     gathered = bench.model(8, 16, 128, 128, 1.0, 1e30, gather_latency=2.0)
     assert (gathered.gather_seconds, gathered.doubling_seconds) == (14.0, 3.0)
+    # The first link is a state; two windows and what comes before, but in the first round.
+    made = bench.model(8, 16, 128, 128, 0.0, 1e30, fold=1.0, compose=10.0, host_send=100.0,
+                       host_gather=7.0, host_fold=1.0, host_compose=10.0)  # fmt: skip
+    assert (made.gather_seconds, made.doubling_seconds) == pytest.approx((6.0, 31.0))
+    assert (made.gather_host, made.doubling_host) == (13.0, 331.0)
+
+
+def test_the_figures_of_the_docs():
+    """Tables are of the rows that were measured, and so is what the page says of them."""
+    bench, page = benchmark(), ROOT / "docs" / "context_parallelism.md"
+    text = page.read_text(encoding="utf-8")
+    folder = ROOT / "benchmarks" / "results"
+    rows = bench.read_rows(str(folder / "h200_context_parallel.csv"))
+    shown = (folder / "h200_context_parallel.md").read_text(encoding="utf-8")
+    assert shown == bench.report(str(folder / "h200_context_parallel.csv"))
+    assert '--8<-- "benchmarks/results/h200_context_parallel.md"' in text
+    plain = {(r.shape, r.family): r for r in rows
+             if (r.fragments, r.exchange) == ("contiguous", "all_gather")}  # fmt: skip
+    for (shape, family), row in plain.items():
+        assert row.bound == 1.0  # the fewest bytes
+        if shape != "ragged":
+            line = f"| {row.tokens} | {family} | {row.speedup:.2f} | {row.over_cut:.2f} |"
+            assert line in text
+    for by, other in zip(rows[::2], rows[1::2], strict=True):
+        assert (by.exchange, other.exchange) == ("all_gather", "doubling")
+        assert by.exchange_ms < other.exchange_ms
 
 
 def benchmark():
@@ -427,7 +500,8 @@ def test_the_benchmark_on_a_cpu(ranks, tmp_path):
     assert "speedup" in rows[0]
     if ranks > 1:
         fit = torchrun(ranks, "benchmarks/context_parallel.py", "--cpu", "--fit", "--repeats", "2")
-        assert re.search(r"3 ranks.*latency .*bandwidth .*fold .*compose .*error", fit)
+        assert re.search(r"3 ranks.*latency.*bandwidth.*host_send.*fold.*compose", fit)
+        assert re.search(r"\| gather \| 65536 \| .*\n.*largest relative error", fit, re.DOTALL)
         assert "| 1024 |" in fit
 
 

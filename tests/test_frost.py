@@ -24,7 +24,7 @@ from table import pending
 import lagraph
 from lagraph import doc, errors, infer, registry, select
 from lagraph.desc import layout_class
-from lagraph.engines.frost import cache, compile, launch, support
+from lagraph.engines.frost import cache, compile, launch, schedule, support
 from lagraph.engines.frost.cache import Cache
 from lagraph.engines.frost.signature import Signature
 from lagraph.plan import metas_of, problem_of
@@ -701,7 +701,8 @@ def test_products_expanded_and_token_major(recorded):
     assert (flat.family, flat.n, flat.token_major) == ("gdp", 3, False)
     assert nested == replace(flat, token_major=True)
     got, _ = run(x, "gdp", num_householder=3)
-    assert got["k"] is x["k"]
+    assert got["k"].shape == (18, 2, 64)
+    assert got["k"].data_ptr() == x["k"].data_ptr(), "a view"
 
 
 def test_a_knob_sets_a_field(recorded):
@@ -737,6 +738,154 @@ def test_a_kernel_that_breaks_the_contract_makes_no_plan(recorded, monkeypatch, 
     monkeypatch.setitem(support.KERNELS, ("gdn", "forward"), f"{__name__}:{kind.__name__}")
     with pytest.raises(TypeError, match=text):
         launch.ForwardPlan(described(given())[0], {})
+
+
+# Sequences that are cut --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def phases(monkeypatch):
+    """Plans of the real signatures, whose functions record what they are called with."""
+    called = []
+
+    def function(signature, arch):
+        def call(*values):
+            called.append((signature, dict(zip(signature.arguments, values, strict=True))))
+
+        return call
+
+    monkeypatch.setattr(compile, "function", function)
+    return called
+
+
+def planned(x, called, family="gdn", direction="forward", knobs=None, **options):
+    """What a plan calls: its signature and arguments, each."""
+    problem, ins, bound = described(x, family, direction, **options)
+    plan = launch.plan(problem, knobs or {})
+    outs = fresh(problem, bound)
+    called.clear()
+    plan.run(ins, outs, None)
+    return plan, outs, called
+
+
+def many(T, **more):
+    return given(T=T, N=1, H=2, **more)
+
+
+@needs_compiler
+def test_a_long_sequence_is_opened_linked_and_closed(phases):
+    state = torch.zeros(1, 2, 64, 64)
+    x = many(6000, initial_state=state)
+    plan, outs, calls = planned(x, phases, output_final_state=True)
+    (opening, a), (link, b), (closing, c) = calls
+    assert (opening.phase, closing.phase, type(link).__name__) == ("open", "close", "Link")
+    assert a["q"] is a["O"] is a["initial_state"] is a["final_state"] is None
+    assert (a["skip"], c["skip"]) == (2, 0), "nothing of the last segment, a map of the first"
+    assert b["initial_state"] is x["initial_state"]
+    assert (b["T"], b["HO"]) == (6000, 2)
+    assert c["initial_state"] is None, "it starts from the workspace"
+    assert (c["O"], c["final_state"]) == (outs[0], outs[1])
+    assert a["span"] == b["span"] == c["span"] > 0
+    assert a["span"] % 64 == 0
+    assert a["workspace"] is b["workspace"] is c["workspace"]
+    slots = 6000 // a["span"] + (2 if a["less"] else 1)
+    assert a["workspace"].numel() == plan.workspace_size(6000, 1) == slots * 2 * 128 * 64 * 4
+
+
+@needs_compiler
+def test_from_no_state_the_first_map_is_not_asked_for(phases):
+    _, _, calls = planned(many(6000), phases)
+    assert calls[0][1]["skip"] == 3
+    assert not calls[1][0].initial
+
+
+WHOLE = {
+    "a short one": (many(640), {}),
+    "as many as there are SMs": (given(T=6000, N=80, H=2), {}),
+    "a batch-invariant call": (many(6000), {"batch_invariant": True}),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("x", "options"), WHOLE.values(), ids=WHOLE)
+def test_left_whole(phases, x, options):
+    plan, _, calls = planned(x, phases, **options)
+    ((signature, got),) = calls
+    assert signature.phase == "whole"
+    assert got["workspace"] is None
+    assert plan.workspace_size(x["q"].shape[0], x["cu_seqlens"].numel() - 1) == 0
+
+
+@needs_compiler
+def test_few_short_sequences_have_narrow_ctas(phases):
+    x = given(T=128, N=2, H=16, K=128, V=128)
+    _, _, ((signature, _),) = planned(x, phases)
+    assert (signature.rows, signature.phase) == (64, "whole")
+    _, _, ((signature, _),) = planned(x, phases, knobs={"rows": 128})
+    assert signature.rows == 128, "a pin is obeyed"
+    _, _, ((signature, _),) = planned(x, phases, batch_invariant=True)
+    assert signature.rows == 128, "whatever the batch"
+
+
+@needs_compiler
+@pytest.mark.parametrize("segment", [1, 8])
+def test_a_knob_cuts(phases, segment):
+    _, _, calls = planned(given(), phases, knobs={"segment": segment})
+    assert {call["span"] for _, call in calls} == {64 * segment}
+
+
+@needs_compiler
+def test_a_summary_is_opened_and_linked(phases):
+    x = many(6000)
+    del x["q"]
+    plan, outs, ((opening, a), (link, b)) = planned(x, phases, direction="summary")
+    assert (opening.phase, link.carries, link.transition) == ("open", False, "")
+    assert a["skip"] == 1
+    assert b["final_state"] is outs[0]
+    _, outs, calls = planned(x, phases, direction="summary", output_transition=True)
+    assert calls[0][1]["skip"] == 0
+    assert calls[1][1]["transition"] is outs[1]
+    plan, _, calls = planned(x, phases, direction="summary", batch_invariant=True)
+    assert calls[0][1]["span"] > 6000, "whole"
+    assert plan.workspace_size(6000, 1) == 2 * 128 * 64 * 4
+
+
+@needs_compiler
+def test_without_tokens_the_map_is_the_unit(phases):
+    x = given(T=0, N=2)
+    del x["q"]
+    _, outs, calls = planned(x, phases, direction="summary", output_transition=True)
+    assert not calls
+    assert torch.equal(outs[1], torch.eye(64).expand(2, 2, 64, 64))
+    assert not outs[0].any()
+
+
+@needs_compiler
+def test_all_that_a_plan_may_call_is_compiled_ahead(phases, monkeypatch, tmp_path):
+    from lagraph.engines.frost.engine import ENGINE
+
+    monkeypatch.setattr(compile, "CACHE", Cache(tmp_path))
+    monkeypatch.setattr(cache, "CACHE", compile.CACHE)
+    monkeypatch.setattr(compile, "ready", lambda signature, arch: False)
+    problem = described(many(64, K=128, V=128))[0]
+    names = {job.label for job in ENGINE.jobs(problem, {})}
+    assert names == {signature.name for signature in launch.pieces(problem, {}).values()}
+    assert len(names) == 5
+
+
+def test_the_model_cuts_what_leaves_sms_idle():
+    """What was measured to be faster, and bounds on what is chosen."""
+    few, many = schedule.Shape(8, 2, 1, 132, True), schedule.Shape(256, 2, 1, 132, True)
+    assert schedule.choose(few, 512, 1).span in range(16, 65)
+    assert schedule.choose(many, 512, 1)[:3] == (False, 0, 0)
+    middle = schedule.Shape(32, 2, 1, 132, True)
+    assert schedule.choose(middle, 512, 1).less, "the last but one is half as long"
+    for heads in (1, 8, 32, 64, 100, 131):
+        for chunks in (1, 3, 10, 100, 1000, 20000):
+            found = schedule.choose(schedule.Shape(heads, 2, 1, 132, True), chunks, 1)
+            assert found.span == 0 or 4 <= found.span <= chunks
+            assert not (found.span and found.narrow)
+            assert 0 <= found.less < max(found.span, 1)
 
 
 def test_without_sequences_nothing_is_launched(recorded):
@@ -914,12 +1063,13 @@ def test_strides_that_it_takes():
 
 
 # What the engine does not do yet: tests of these are skipped for it, see `table.pending`.
-MISSING = {"checkpoint_every_n_tokens"}
-SERVED = {("gdn", "forward")}
+SERVED = {(f, d) for f in ("gdn", "gdp") for d in ("forward", "summary")}
 
 
 def test_what_is_missing_is_known():
-    assert set(support.SUPPORT.without) == MISSING
+    assert not support.SUPPORT.without
+    assert support.SUPPORT.multiples == {"checkpoint_every_n_tokens": 64}
+    assert support.SUPPORT.dims["n"] == (2, 4)
     assert support.SUPPORT.serves == frozenset(support.KERNELS) == SERVED
 
 
@@ -936,6 +1086,10 @@ def test_tests_are_skipped_for_what_is_missing_and_for_nothing_else(monkeypatch)
     assert pending(refusal(replace(problem, direction="backward")))
     assert pending(refusal(wanting))
     assert pending(refusal(replace(wanting, direction="backward"), "gdn_frost[rows=64]"))
+    thirds = described(given(n=3), "gdp", num_householder=3)[0]
+    assert pending(refusal(thirds, "gdp_frost"))
+    everywhere = described(given(), checkpoint_every_n_tokens=128)[0]
+    assert select.select(everywhere, "gdn_frost").base == "gdn_frost"
     assert not pending(refusal(described(given(K=96))[0]))
     assert not pending(refusal(replace(wanting, arch=80)))
     assert not pending(refusal(replace(problem, device="cpu", direction="backward")))

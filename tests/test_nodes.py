@@ -11,9 +11,10 @@ import pydantic
 import pytest
 import torch
 from declared import NODES, all_optional, fixed, graph_of, ids, needed_by, tensors
+from draw import draw
 
 import lagraph
-from lagraph import errors, ops, registry
+from lagraph import errors, ops, plan, registry
 from lagraph.problem import DIRECTIONS
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "nodes.json").read_text("utf-8"))
@@ -193,3 +194,25 @@ def test_a_node_is_found_by_builder_name_and_by_type(node):
     assert registry.node(node.name) is registry.node(node.type) is node
     assert node.family.node(node.direction) is node
     assert node.direction in DIRECTIONS
+
+
+@pytest.mark.parametrize("family", registry.FAMILIES)
+def test_overwriting_means_nothing_to_a_backward(family):
+    """The reference lists the option there, too: gradients and states keep their bits."""
+    node = registry.node(f"{family}_bwd")
+    x = draw(family, lengths=(5, 0, 7), n=2 if family == "gdp" else 1, dtype=torch.float32,
+             state=torch.float32)  # fmt: skip
+    ins, before = [x.get(name) for name in node.input_names], x["initial_state"].clone()
+    given = {"num_householder": 2} if family == "gdp" else {}
+    plain, asked = (
+        plan.runner(node.name)(
+            ins, plan.request(node, given | {"overwrite_initial_state": overwrite})
+        )
+        for overwrite in (False, True)
+    )
+    assert torch.equal(x["initial_state"], before)
+    for a, b in zip(plain, asked, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    grads = dict(zip(node.output_names, asked, strict=True))
+    assert grads["d_initial_state"].data_ptr() != x["initial_state"].data_ptr()

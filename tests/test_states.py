@@ -22,7 +22,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 # Values ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pool", "kept"), [(F32, F32), (BF16, F32), (F16, BF16)], ids=str)
+@pytest.mark.parametrize(("pool", "kept"), [(F32, F32), (BF16, BF16), (F16, F32)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @families
 @devices

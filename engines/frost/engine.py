@@ -23,19 +23,19 @@ class FrostEngine:
 
     def plan(self, problem: Problem, knobs: Mapping[str, int | str]) -> Any:
         """A plan for this problem; its kernels are compiled, or loaded, here."""
-        from lagraph.engines.frost.launch import ForwardPlan
+        from lagraph.engines.frost import launch
 
-        return ForwardPlan(problem, knobs)
+        return launch.plan(problem, knobs)
 
     def jobs(self, problem: Problem, knobs: Mapping[str, int | str]) -> tuple[Job, ...]:
         """What another process can compile for this problem: all that is not on the disk yet."""
         from lagraph.engines.frost import compile
         from lagraph.engines.frost.cache import CACHE
-        from lagraph.engines.frost.launch import signature_of
+        from lagraph.engines.frost.launch import pieces
         from lagraph.warmup import Job
 
-        signature, arch = signature_of(problem, knobs), problem.arch
-        if CACHE.folder is None or compile.ready(signature, arch):
+        arch = problem.arch
+        if CACHE.folder is None:
             return ()
         environment = (
             ("CUDA_VISIBLE_DEVICES", ""),  # compiling needs no device, and no context on one
@@ -43,7 +43,11 @@ class FrostEngine:
             ("LAGRAPH_CACHE_DIR", str(CACHE.folder)),
         )
         target = "lagraph.engines.frost.compile:prepare"
-        return (Job(signature.name, target, (signature, arch), environment),)
+        return tuple(
+            Job(signature.name, target, (signature, arch), environment)
+            for signature in pieces(problem, knobs).values()
+            if not compile.ready(signature, arch)
+        )
 
 
 ENGINE = FrostEngine()

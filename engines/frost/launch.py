@@ -1,14 +1,19 @@
-"""Plans: a problem's signature, its compiled function, and the call of it.
+"""Plans: a problem's signatures, their compiled functions, and the calls of them.
 
 Everything static is bound when a plan is made: `run` is generated source that names the tensors
 and calls the function with them in the order of `Signature.arguments`. TVM-FFI checks dtypes,
 shapes and alignment, and launches on torch's current stream. No tensor value is read on the host.
+
+Where few sequences and heads would leave SMs idle, sequences are cut: three kernels open their
+segments, link their states and close them (`kernels.lib.segment`). They are compiled, or loaded,
+when a call first needs them.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,7 +21,8 @@ import torch
 from lagraph import registry
 from lagraph.desc import dtype_name, layout_class
 from lagraph.engines.frost import compile
-from lagraph.engines.frost.support import KERNELS
+from lagraph.engines.frost.schedule import C, Shape, choose
+from lagraph.engines.frost.support import KERNELS, LINK
 from lagraph.plan import compiled_source
 
 if TYPE_CHECKING:
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from lagraph.engines.frost.signature import Signature
     from lagraph.problem import Problem
 
-__all__ = ["ForwardPlan", "facts", "scalars", "signature_of"]
+__all__ = ["ForwardPlan", "SummaryPlan", "facts", "pieces", "plan", "scalars", "signature_of"]
 
 # Fields of a signature that hold a tensor's dtype.
 TENSORS = {
@@ -38,27 +44,39 @@ TENSORS = {
     "index": "state_indices",
     "final": "final_state",
     "checkpoints": "state_checkpoints",
+    "transition": "transition",
 }
 ALIGN = 16  # bytes: what TMA, and vector loads, ask of an address and of strides
 # Read by plain loads, whatever their address and strides.
 PLAIN = frozenset({"g", "beta", "a_log", "dt_bias", "cu_seqlens", "state_indices", "workspace"})
+# With an axis of sub-steps, or flat.
+STEPS = frozenset({"k", "v", "beta"})
+# What a kernel that opens segments neither reads nor writes.
+CLOSED = {"initial": "", "index": "", "final": "", "checkpoints": "", "every": 0}
+WHOLE = 1 << 30  # steps: longer than any sequence that is left whole
+SMS = 132  # of a device that is not here
 
 
 def facts(problem: Problem) -> dict[str, int | str | bool]:
     """The static facts of a problem that a signature may be made of, by field name.
 
     family, dtype (of the tokens), sizes by letter (n: updates a token, 1 without sub-steps).
+    phase: "whole", or of a summary "open"; carries: not a summary.
     gate: "log", "linear" or "softplus"; norm, sigmoid, double: l2norm of q and k, sigmoid of beta,
-    twice that. g, beta, a_log, bias, offsets, initial, index, final, checkpoints: a tensor's dtype,
-    "" where it is absent. token_major: k, v and beta have an axis n. every: steps between
-    checkpoints. invariant: batch_invariant. rows: rows of V of one CTA, all unless a knob says so.
+    twice that. g, beta, a_log, bias, offsets, initial, index, final, checkpoints, transition: a
+    tensor's dtype, "" where it is absent. token_major: k, v and beta have an axis n. every: steps
+    between checkpoints. invariant: batch_invariant. rows: rows of V of one CTA, all unless a knob
+    says so.
     """
     options = problem.options
     found: dict[str, int | str | bool] = {"n": 1, **problem.sizes, "rows": problem.sizes["V"]}
     for field, name in TENSORS.items():
         found[field] = dtype_name(problem.dtypes[name]) if problem.has(name) else ""
+    summary = problem.direction == "summary"
     found |= {
         "family": problem.family,
+        "phase": "open" if summary else "whole",
+        "carries": not summary,
         "dtype": dtype_name(problem.io_dtype),
         "gate": "softplus" if options.safe_gate else options.gate_domain,
         "norm": bool(options.use_qk_l2norm),
@@ -81,10 +99,35 @@ def scalars(problem: Problem) -> dict[str, int | float]:
 
 
 def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
-    """The signature of the kernel that serves a problem: every field by its name, out of the
-    problem's facts and the plan name's knobs."""
-    kind = registry.load(KERNELS[problem.family, problem.direction])
+    """The signature of the kernel that serves a problem, or of a summary's first: every field by
+    its name, out of the problem's facts and the plan name's knobs."""
     known = facts(problem) | dict(knobs)
+    if problem.direction == "summary":
+        known |= CLOSED | {"rows": min(problem.sizes["K"], int(known["rows"]))}
+    return _signature(KERNELS[problem.family, problem.direction], known)
+
+
+def pieces(problem: Problem, knobs: Mapping[str, int | str]) -> dict[str, Signature]:
+    """Signatures of all that a plan may call: "whole" sequences, "narrow" where a CTA has half of
+    the rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
+    """
+    first, known = signature_of(problem, knobs), facts(problem)
+    if problem.direction == "summary":
+        return {"open": first, "link": _signature(LINK, known)}
+    found = {"whole": first}
+    if hasattr(first, "phase") and not problem.options.batch_invariant:
+        rows = min(first.V, first.K, first.rows)  # type: ignore[attr-defined]
+        link = known | {"final": "", "transition": ""}
+        if "rows" not in knobs and first.V > 64:  # type: ignore[attr-defined]
+            found["narrow"] = replace(first, rows=64)  # type: ignore[type-var]
+        found["open"] = replace(first, phase="open", rows=rows, **CLOSED)  # type: ignore[type-var]
+        found["link"] = _signature(LINK, link)
+        found["close"] = replace(first, phase="close", initial="")  # type: ignore[type-var]
+    return found
+
+
+def _signature(kernel: str, known: Mapping[str, int | str | bool]) -> Signature:
+    kind = registry.load(kernel)
     names = [field.name for field in fields(kind)]
     if not set(names) <= set(known):
         unknown = sorted(set(names) - set(known))
@@ -92,35 +135,109 @@ def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
     return kind(**{name: known[name] for name in names})
 
 
-class ForwardPlan:
-    """A problem bound to one compiled function. It keeps no state, so threads may share it.
+def plan(problem: Problem, knobs: Mapping[str, int | str]) -> Any:
+    """The plan of a problem; its first kernel is compiled, or loaded, here."""
+    return (SummaryPlan if problem.direction == "summary" else ForwardPlan)(problem, knobs)
+
+
+def _sms(index: int) -> int:
+    if not torch.cuda.is_available():
+        return SMS
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+class Functions(dict):
+    """Compiled functions by name, made when they are first asked for."""
+
+    def __init__(self, signatures: Mapping[str, Signature], arch: int) -> None:
+        super().__init__()
+        self.signatures, self.arch = signatures, arch
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        found = self[name] = compile.function(self.signatures[name], self.arch)
+        return found
+
+
+class _Plan:
+    """A problem bound to compiled functions. It keeps no state, so threads may share it.
 
     run(ins, outs, workspace): fill outs, in the order of the node's outputs, from ins.
     """
 
     def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
         self.problem, self.signature = problem, signature_of(problem, knobs)
+        self.pieces = pieces(problem, knobs)
         self.function = compile.function(self.signature, problem.arch)
         self.scalars = scalars(problem)
+        size = problem.sizes
+        self.n = size.get("n", 1)
+        # Of a slot of segments, in the workspace: fp32 states and maps.
+        self.slot = 4 * size["HO"] * (size["V"] + size["K"]) * size["K"]
+        self.segment = int(knobs.get("segment", -1))
         # A pool, or a buffer to overwrite: an input that comes back as the output.
         self.in_place = problem.has("final_state") and (
             problem.has("state_indices")
             or getattr(problem.options, "overwrite_initial_state", False)
         )
         self.outputs = [name for name in problem.outputs if problem.has(name)]
+        self.arguments = self._arguments()
         present = {name for name in problem.inputs if problem.has(name)} | set(self.outputs)
-        if not present <= set(self.signature.arguments):
-            ignored = sorted(present - set(self.signature.arguments))
+        if not present <= set(self.arguments):
+            ignored = sorted(present - set(self.arguments))
             raise TypeError(f"{type(self.signature).__name__}.arguments: {ignored} are not among")
-        scope = {"function": self.function, "repair": self._repair, "idle": self._idle}
+        self.shape = self._shape()
+        self.few = self._few()
+        scope = {
+            "function": self.function, "repair": self._repair, "idle": self._idle,
+            "choose": self.choice, "few": self.few,
+            "empty": torch.empty, "uint8": torch.uint8, "size": self.workspace_size,
+        }  # fmt: skip
         scope |= {f"scalar_{name}": value for name, value in self.scalars.items()}
         text = self._source()
         made = compiled_source(text, f"<lagraph frost {self.signature.name}>", scope)
         self.run: Callable[..., None] = made["run"]
 
+    def _arguments(self) -> tuple[str, ...]:
+        """What `function` and `cut` take, in order and by name."""
+        return self.signature.arguments
+
+    def _shape(self) -> Shape | None:
+        """What the length of segments depends on; None where sequences stay whole."""
+        raise NotImplementedError
+
+    def _few(self) -> int:
+        """From how many sequences on `cut` is never called."""
+        if self.shape is None or self.segment == 0:
+            return 0
+        if self.segment > 0:
+            return WHOLE
+        return -(-self.shape.sms // (self.shape.heads * self.shape.closes))
+
+    def cut(self, *values: Any) -> None:
+        """Run on segments: arguments as `arguments` has them."""
+        raise NotImplementedError
+
+    def choice(self, T: int, N: int) -> tuple[Any, int, int]:
+        """What runs these shapes; steps a segment, 0 for whole sequences, and by how many the last
+        but one is shorter."""
+        if self.shape is None or not 0 < N < self.few:
+            return self.function, 0, 0
+        if self.segment >= 0:
+            return self.cut, C * self.segment, 0
+        best = choose(self.shape, -(-T * self.n // (C * N)), N)
+        if best.span:
+            return self.cut, C * best.span, C * best.less
+        return (self.functions["narrow"] if best.narrow else self.function), 0, 0
+
     def workspace_size(self, T: int, N: int) -> int:
         """Bytes of workspace at these sizes."""
-        return 0
+        _, span, less = self.choice(T, N)
+        return (T * self.n // span + (2 if less else 1) * N) * self.slot if span else 0
+
+    @cached_property
+    def functions(self) -> Functions:
+        """What else runs, compiled or loaded when it is first asked for."""
+        return Functions(self.pieces, self.problem.arch)
 
     def _source(self) -> str:
         """Source of `run`."""
@@ -135,30 +252,49 @@ class ForwardPlan:
             f"not {name}.is_contiguous()" for name in self.outputs
             if not (self.in_place and name == "final_state")
         ]  # fmt: skip
-        call = ", ".join(map(self._argument, self.signature.arguments))
-        return "\n    ".join([
+        call = ", ".join(map(self._argument, self.arguments))
+        lines = [
             "def run(ins, outs, workspace=None):",
             f"{', '.join(problem.inputs)}, = ins",
             f"{', '.join(problem.outputs)}, = outs",
             "if cu_seqlens.numel() < 2 or not g.numel():",
             "    return idle(ins, outs)",
-            "cause = None",
+            "cause, call, span, less = None, function, 0, 0",
+        ]
+        if self.few:
+            lines += [
+                "N = cu_seqlens.shape[0] - 1",
+                "if N < few:",
+                "    T = g.shape[0]",
+                "    call, span, less = choose(T, N)",
+                "    if span and workspace is None:",
+                "        workspace = empty(size(T, N), dtype=uint8, device=g.device)",
+                "if not span:",
+                "    workspace = None",
+            ]
+        lines += [
             f"if not ({' or '.join(checks)}):",
             "    try:",
-            f"        function({call})",
+            f"        call({call})",
             "        return",
             "    except ValueError as error:",
             "        cause = error",
-            f"repair(cause, [{call}])",
-        ]) + "\n"  # fmt: skip
+            f"repair(cause, call, [{call}])",
+        ]
+        return "\n    ".join(lines) + "\n"
 
     def _argument(self, name: str) -> str:
         """Source of one argument of the function."""
         problem = self.problem
         if name in problem.inputs or name in problem.outputs:
-            return name if problem.has(name) else "None"
-        if name == "workspace":
+            if not problem.has(name):
+                return "None"
+            nested = problem.traits.substeps and name in STEPS and problem.ranks["k"] == 4
+            return f"{name}.flatten(0, 1)" if nested else name
+        if name in ("workspace", "span", "less"):
             return name
+        if name == "skip":
+            return "0"
         if name in self.scalars:
             return f"scalar_{name}"
         raise TypeError(
@@ -170,7 +306,10 @@ class ForwardPlan:
     def _idle(self, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         """A call without tokens, or without sequences: states pass through, nothing is launched."""
         given = dict(zip(self.problem.inputs, ins, strict=True))
-        final = dict(zip(self.problem.outputs, outs, strict=True)).get("final_state")
+        made = dict(zip(self.problem.outputs, outs, strict=True))
+        final, transition = made.get("final_state"), made.get("transition")
+        if transition is not None:
+            transition.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
         if final is None or self.in_place:
             return
         if given["initial_state"] is None:
@@ -178,8 +317,8 @@ class ForwardPlan:
         else:
             final.copy_(given["initial_state"])
 
-    def _repair(self, error: ValueError | None, values: list[Any]) -> None:
-        """Call the function with copies of the tensors that it cannot take as they are.
+    def _repair(self, error: ValueError | None, call: Any, values: list[Any]) -> None:
+        """Call a function with copies of the tensors that it cannot take as they are.
 
         That are those whose address, or of an output a stride, is no multiple of 16 bytes, and
         those that are negated when they are read. error: what a call without copies was refused
@@ -187,7 +326,7 @@ class ForwardPlan:
         """
         copies: dict[Any, torch.Tensor] = {}
         back = []
-        for at, (name, x) in enumerate(zip(self.signature.arguments, values, strict=True)):
+        for at, (name, x) in enumerate(zip(self.arguments, values, strict=True)):
             if not isinstance(x, torch.Tensor) or x.numel() == 0:
                 continue
             is_output = name in self.outputs
@@ -202,14 +341,76 @@ class ForwardPlan:
                 back.append((x, values[at]))
         if error is not None and not copies:
             self._refuse(error)
-        self.function(*values)
+        call(*values)
         for x, copy in back:
             x.copy_(copy)
 
     def _refuse(self, error: ValueError) -> NoReturn:
         found = re.search(r"argument #(\d+)", str(error))
-        name = self.signature.arguments[int(found[1])] if found else "a tensor"
+        name = "a tensor"
+        if found and self.arguments == self.signature.arguments:
+            name = self.arguments[int(found[1])]
         raise RuntimeError(
             f"{self.problem.family}_frost: the kernel {self.signature.name} does not take {name}; "
             f"please report this: {error}"
         ) from error
+
+
+class ForwardPlan(_Plan):
+    """Whole sequences in one kernel, or segments in three."""
+
+    def _shape(self) -> Shape | None:
+        if "close" not in self.pieces:
+            return None
+        close: Any = self.pieces["close"]
+        opening: Any = self.pieces["open"]
+        return Shape(
+            self.problem.sizes["HO"], opening.parts, close.parts, _sms(self.problem.index),
+            "narrow" in self.pieces, self.n,
+        )  # fmt: skip
+
+    def cut(
+        self, q, k, v, g, beta, a_log, dt_bias, cu_seqlens, initial, index, O, final, checkpoints,
+        workspace, scale, span, less, skip,
+    ) -> None:  # fmt: skip
+        run = self.functions
+        tokens = k, v, g, beta, a_log, dt_bias, cu_seqlens
+        nothing = None, None, None, None, None
+        # Of the last segment nothing is opened; from no state, no map of the first.
+        skip = 3 if initial is None else 2
+        cut = span, less
+        run["open"](None, *tokens, *nothing, workspace, scale, *cut, skip)
+        HO = self.problem.sizes["HO"]
+        run["link"](g.shape[0], HO, cu_seqlens, initial, index, None, None, workspace, *cut)
+        run["close"](q, *tokens, None, index, O, final, checkpoints, workspace, scale, *cut, 0)
+
+
+class SummaryPlan(_Plan):
+    """Segments, or whole sequences as one segment each, are opened; link joins them."""
+
+    def _arguments(self) -> tuple[str, ...]:
+        return ("k", "v", "g", "beta", "a_log", "dt_bias", "cu_seqlens", "initial_state",
+                "final_state", "transition", "workspace", "span")  # fmt: skip
+
+    def _shape(self) -> Shape:
+        opening: Any = self.pieces["open"]
+        return Shape(self.problem.sizes["HO"], opening.parts, 0, _sms(self.problem.index))
+
+    def _few(self) -> int:
+        return WHOLE  # there is no other way
+
+    def choice(self, T: int, N: int) -> tuple[Any, int, int]:
+        span = 0 if self.problem.options.batch_invariant else super().choice(T, N)[1]
+        return self.cut, span or WHOLE, 0
+
+    def cut(
+        self, k, v, g, beta, a_log, dt_bias, cu_seqlens, initial, final, transition, workspace, span
+    ) -> None:  # fmt: skip
+        run = self.functions
+        tokens = k, v, g, beta, a_log, dt_bias, cu_seqlens
+        nothing = None, None, None, None, None
+        skip = 1 if initial is None and transition is None else 0
+        run["open"](None, *tokens, *nothing, workspace, 1.0, span, 0, skip)
+        HO = self.problem.sizes["HO"]
+        states = initial, None, final, transition
+        run["link"](g.shape[0], HO, cu_seqlens, *states, workspace, span, 0)

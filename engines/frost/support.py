@@ -4,10 +4,17 @@ import torch
 
 from lagraph.select import Preference, SupportTable
 
-__all__ = ["KERNELS", "PREFER", "SUPPORT"]
+__all__ = ["KERNELS", "LINK", "PREFER", "SUPPORT"]
 
-# The kernel behind each family and direction: its signature class, as an import string.
-KERNELS = {("gdn", "forward"): "lagraph.engines.frost.kernels.forward:Forward"}
+# The kernel behind each family and direction, a summary's first: its signature class, as an import
+# string.
+KERNELS = {
+    (family, direction): "lagraph.engines.frost.kernels.forward:Forward"
+    for family in ("gdn", "gdp")
+    for direction in ("forward", "summary")
+}
+# Joins segments.
+LINK = "lagraph.engines.frost.kernels.link:Link"
 
 # Where the engine is chosen without a pin: where it was measured faster than those after it. A row
 # holds the measurement. One CTA walks a sequence and head, so that few of them leave SMs idle:
@@ -30,13 +37,13 @@ SUPPORT = SupportTable(
     default_on=frozenset({"cuda"}),
     dtypes=(torch.bfloat16, torch.float16),
     arch=(90, 90),
-    dims={"K": (64, 128), "V": (64, 128)},
+    dims={"K": (64, 128), "V": (64, 128), "n": (2, 4)},
     layouts=1,  # TMA reads strides that are multiples of 16 bytes
     loose=2,  # gates and strengths per head, offsets, parameters: plain loads
     free=frozenset({"beta"}),  # token-major, it has a third axis
     serves=frozenset(KERNELS),
-    knobs={"rows": (64, 128)},
-    without={"checkpoint_every_n_tokens": "its kernel writes no checkpoints yet"},
+    knobs={"rows": (64, 128), "segment": (0, 1, 2, 4, 8, 16, 32, 64, 128)},
+    multiples={"checkpoint_every_n_tokens": 64},
     prefer=PREFER,
     summary="CuTe DSL kernels, SM90 alone, K and V in {64, 128}, bf16 and fp16",
 )

@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["LIMIT", "Kernel", "Launcher", "Site", "direct", "loose", "stream_of"]
+__all__ = ["LIMIT", "Bound", "Kernel", "Launcher", "Site", "direct", "loose", "stream_of"]
 
 # False: every launch is the ordinary call. For comparison.
 ENABLED = True
@@ -221,19 +221,17 @@ class Launcher:
         tensors, sizes, statics: the arguments, in this order; sizes are those that the kernel
         does not specialize on, statics strides and other numbers.
         """
-        x: Any = tensors[0]
-        if not direct(x) or max(sizes, default=0) >= LIMIT:
-            self.fn[(programs,)](*tensors, *sizes, *statics, **constants)
-            return
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        dtypes = tuple([None if t is None else t.dtype for t in tensors])
-        kinds = x.get_device(), loose(pointers), dtypes
-        key = kinds, statics, *constants.values()
-        site = self.sites.get(key) or self._site(key, kinds, statics, constants)
-        if site.go is None or site.hooks:
-            site.first(programs, (*tensors, *sizes))
-        else:
-            site.go(programs, stream_of(x), (*pointers, *sizes))
+        Bound(self, programs, tensors, statics, constants)(tensors, sizes)
+
+    def bind(
+        self,
+        programs: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        statics: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> Bound:
+        """The launch on tensors like these, for a caller that will meet such ones again."""
+        return Bound(self, programs, tensors, statics, constants)
 
     def _site(
         self, key: Any, kinds: Any, statics: tuple[Any, ...], constants: dict[str, Any]
@@ -242,3 +240,59 @@ class Launcher:
         if len(self.sites) >= SITES:
             self.sites.clear()
         return self.sites.setdefault(key, kernel.site(kinds, statics))
+
+
+class Bound:
+    """A launch of which only addresses and sizes vary; the rest was read from tensors once.
+
+    Tensors of a call have to agree with those in device, dtypes and in which are absent; what
+    depends on their strides is in the statics.
+    """
+
+    __slots__ = ("aligned", "constants", "device", "dtypes", "launcher", "programs", "statics")
+
+    def __init__(
+        self, launcher: Launcher, programs: int, tensors: tuple[torch.Tensor | None, ...],
+        statics: tuple[Any, ...], constants: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.launcher, self.programs = launcher, programs
+        self.statics, self.constants = statics, constants
+        self.device = tensors[0].get_device() if tensors[0] is not None else -1
+        self.dtypes = tuple([None if t is None else t.dtype for t in tensors])
+        self.aligned: Site | None = None  # the launch where all addresses are multiples of 16
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor | None], sizes: tuple[int, ...],
+        pointers: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Launch on the current device, which is that of the first tensor.
+
+        pointers: the tensors' addresses, 0 for absent ones, where the caller has them.
+        """
+        if not direct(tensors[0]) or max(sizes, default=0) >= LIMIT:
+            launcher = self.launcher
+            launcher.fn[(self.programs,)](*tensors, *sizes, *self.statics, **self.constants)
+            return
+        if pointers is None:
+            pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        site = self.site(pointers)
+        if site.go is None or site.hooks:
+            site.first(self.programs, (*tensors, *sizes))
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            site.go(self.programs, stream, (*pointers, *sizes))
+
+    def site(self, pointers: list[int]) -> Site:
+        """The launch on these addresses."""
+        off = loose(pointers)
+        if self.aligned is not None and not off:
+            return self.aligned
+        kinds = self.device, off, self.dtypes
+        key = kinds, self.statics, *self.constants.values()
+        launcher = self.launcher
+        site = launcher.sites.get(key)
+        if site is None:
+            site = launcher._site(key, kinds, self.statics, self.constants)
+        if not off:
+            self.aligned = site
+        return site

@@ -23,11 +23,14 @@ from lagraph.engines.triton.kernels.conv import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from lagraph.engines.triton.bound import Bound
+
 __all__ = [
     "SILU",
     "Schedule",
     "advance",
     "backward",
+    "bind_step",
     "device_of",
     "forward",
     "power_of_2",
@@ -38,42 +41,47 @@ SILU = (silu, silu_slope)
 _FORWARD, _BACKWARD = Launcher(conv_kernel), Launcher(conv_backward_kernel)
 _WEIGHT = Launcher(conv_weight_kernel)
 # Chunks are as long as leaves this many programs.
-PROGRAMS = 2048
-
-
-# Rows that are loaded before the first one is used.
-GROUP = 8
+PROGRAMS, PROGRAMS_BACKWARD = 2048, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """threads a program, channels a thread, rows a program (0 lets the sizes decide)."""
+    """threads a program, channels a thread, rows a program (0 lets the sizes decide), rows that are
+    loaded before the first one is used, and registers a thread at most (0: as many as it takes).
+    """
 
     threads: int
     channels: int
     rows: int
+    group: int = 8
+    registers: int = 0
 
 
 def schedule(
     kind: str, dtype: torch.dtype, W: int, chosen: Sequence[int] | None = None
 ) -> Schedule:
     """The schedule of "forward", "update" or "backward" at a width; `chosen` overrides it."""
-    if chosen is not None:
-        return Schedule(*chosen)
-    # 16 bytes a load, but where the window would take too many registers.
-    channels = 4 if dtype.itemsize == 4 or W > 4 else 8
-    return {
-        "forward": Schedule(128, channels, 0),
-        "update": Schedule(64, channels, 1),
-        "backward": Schedule(128, 4 if W <= 4 else 2, 0),
-    }[kind]
+    if kind == "backward":
+        # Instructions bound it: what counts is how many warps there are to issue them. Without
+        # a limit the compiler takes half as many registers again, to no end.
+        plan = Schedule(64, 4 if W <= 4 else 2, 0, 4, 104 if dtype.itemsize == 2 and W <= 4 else 0)
+    else:
+        # 16 bytes a load, but where the window would take too many registers. One row has to load
+        # the weight for itself, whose taps lie the closer together the fewer channels there are.
+        channels = 4 if dtype.itemsize == 4 or W > 4 else 8
+        plan = Schedule(128, channels, 0) if kind == "forward" else Schedule(128, 2, 1)
+    if chosen is None:
+        return plan
+    if len(chosen) > 3 or chosen[1] == plan.channels:
+        return Schedule(*chosen, *(plan.group, plan.registers)[len(chosen) - 3 :])
+    return Schedule(*chosen, plan.group)
 
 
-def _rows(plan: Schedule, work: int, most: int) -> int:
-    """Rows of a chunk: as many as leave PROGRAMS programs, between GROUP and `most`."""
+def _rows(plan: Schedule, work: int, programs: int, most: int) -> int:
+    """Rows of a chunk: as many as leave that many programs, whole groups, at most `most`."""
     if plan.rows:
         return plan.rows
-    return power_of_2(max(min(work // PROGRAMS, most), GROUP))
+    return power_of_2(max(min(work // programs, most), plan.group))
 
 
 def power_of_2(n: int) -> int:
@@ -99,35 +107,62 @@ def _lead(count: int, x: torch.Tensor | None) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()[:count]
 
 
+def _bind(
+    plan: Schedule, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, act: Any,
+    cu: torch.Tensor | None, history: torch.Tensor | None, index: torch.Tensor | None,
+    has: torch.Tensor | None, final: torch.Tensor | None,
+) -> tuple[Bound, tuple[int, ...]] | None:  # fmt: skip
+    """The launch on (x, weight, y, cu, history, index, has, final) and its sizes; None for none."""
+    B, T, C = x.shape
+    W = weight.shape[1]
+    N = B if cu is None else cu.shape[0] - 1
+    if N == 0 or C == 0:
+        return None
+    block, warps = _block(plan, C)
+    blocks = -(-C // block)
+    rows = _rows(plan, B * T * blocks, PROGRAMS, 64)
+    if cu is not None or rows < T:
+        rows = max(rows, plan.group)  # W - 1 at least
+    per = max(-(-T // rows), 1)
+    slots = N * per if cu is None else T // rows + N
+    if W == 1:
+        history = final = None
+    bound = _FORWARD.bind(
+        slots * blocks,
+        (x, weight, y, cu, history, index, has, final),
+        (*_lead(2, x), *_lead(2, weight), *_lead(1, cu), *_lead(2, history), *_lead(1, index),
+         *_lead(1, has), *_lead(2, final)),
+        {"C": C, "W": W, "BC": block, "R": min(rows, plan.group),
+         "ACT": None if act is None else act[0], "num_warps": warps},
+    )  # fmt: skip
+    return bound, (N, T, history.shape[0] if history is not None else 0, per, rows)
+
+
 def _launch(
     plan: Schedule, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, act: Any,
     cu: torch.Tensor | None, history: torch.Tensor | None, index: torch.Tensor | None,
     has: torch.Tensor | None, final: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    B, T, C = x.shape
-    W = weight.shape[1]
-    N = B if cu is None else cu.shape[0] - 1
-    if N == 0 or C == 0:
-        return
-    block, warps = _block(plan, C)
-    blocks = -(-C // block)
-    rows = _rows(plan, B * T * blocks, 64)
-    if cu is not None or rows < T:
-        rows = max(rows, GROUP)  # W - 1 at least
-    per = max(-(-T // rows), 1)
-    slots = N * per if cu is None else T // rows + N
-    if W == 1:
-        history = final = None
-    with device_of(x):
-        _FORWARD(
-            slots * blocks,
-            (x, weight, y, cu, history, index, has, final),
-            (N, T, history.shape[0] if history is not None else 0, per, rows),
-            (*_lead(2, x), *_lead(2, weight), *_lead(1, cu), *_lead(2, history), *_lead(1, index),
-             *_lead(1, has), *_lead(2, final)),
-            {"C": C, "W": W, "BC": block, "R": min(rows, GROUP),
-             "ACT": None if act is None else act[0], "num_warps": warps},
-        )  # fmt: skip
+    made = _bind(plan, x, weight, y, act, cu, history, index, has, final)
+    if made is not None:
+        bound, sizes = made
+        if weight.shape[1] == 1:
+            history = final = None
+        with device_of(x):
+            bound((x, weight, y, cu, history, index, has, final), sizes)
+
+
+def bind_step(
+    x: torch.Tensor, weight: torch.Tensor, pool: torch.Tensor, y: torch.Tensor,
+    index: torch.Tensor | None, has: torch.Tensor | None, act: Any,
+    config: Sequence[int] | None = None,
+) -> tuple[Bound, tuple[int, ...]] | None:  # fmt: skip
+    """The launch of `advance` on one token a sequence, x and y [N, 1, C], and its sizes.
+
+    It takes (x, weight, y, None, pool, index, has, pool).
+    """
+    plan = schedule("update", x.dtype, weight.shape[1], config)
+    return _bind(plan, x, weight, y, act, None, pool, index, has, pool)
 
 
 def forward(
@@ -165,8 +200,7 @@ def backward(
     plan = schedule("backward", x.dtype, W, config)
     block, warps = _block(plan, C)
     blocks = -(-C // block)
-    # W - 1 rows past a chunk are walked over, too: whole groups with them.
-    rows = max(_rows(plan, B * T * blocks, 4096), 4 * GROUP) - (W - 1)
+    rows = max(_rows(plan, B * T * blocks, PROGRAMS_BACKWARD, 4096), 32)
     per = max(-(-T // rows), 1)
     slots = N * per if cu is None else T // rows + N
 
@@ -187,8 +221,9 @@ def backward(
             (N, T, per, rows),
             (*_lead(2, x), *_lead(2, weight), *_lead(2, dy), *_lead(1, cu), *_lead(2, history),
              *_lead(2, d_final)),
-            {"C": C, "W": W, "BC": block, "R": GROUP, "SLOPE": None if act is None else act[1],
-             "num_warps": warps},
+            {"C": C, "W": W, "BC": block, "R": plan.group,
+             "SLOPE": None if act is None else act[1], "num_warps": warps,
+             "maxnreg": (plan.registers if history is None and d_final is None else 0) or None},
         )  # fmt: skip
         if dw is not None:
             width = min(64, max(power_of_2(C), 16))

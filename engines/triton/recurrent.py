@@ -1,4 +1,4 @@
-"""Launches of the recurrent kernels: the scan over tokens, and one token of many sequences.
+"""Launches of the recurrent kernels: the scan over tokens, and a few tokens of many sequences.
 
 Nothing here checks its arguments (the operators do), and nothing reads a tensor's values.
 """
@@ -6,24 +6,35 @@ Nothing here checks its arguments (the operators do), and nothing reads a tensor
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lagraph.engines.triton.bound import Launcher
+from lagraph.engines.triton.bound import Bound, Launcher
 from lagraph.engines.triton.conv import device_of, power_of_2
-from lagraph.engines.triton.kernels.recurrent import decode_kernel, recurrent_kernel
+from lagraph.engines.triton.kernels.recurrent import (
+    DECODE,
+    accept_kernel,
+    recurrent_kernel,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lagraph.problem import Traits
 
-__all__ = ["decode", "recurrent_scan"]
+__all__ = ["Launch", "bind_accept", "bind_decode", "decode_tensors", "recurrent_scan"]
 
-_SCAN, _DECODE = Launcher(recurrent_kernel), Launcher(decode_kernel)
+_SCAN, _ACCEPT = Launcher(recurrent_kernel), Launcher(accept_kernel)
+_DECODE = {keys: Launcher(kernel) for keys, kernel in DECODE.items()}
 # Stands in for an unbounded dt_max: larger than any step, and exact in fp32.
 UNBOUNDED = 3.0e38
-# Elements of a state tile: of a scan's one warp, and of a decode program's four.
-SCAN_TILE, DECODE_TILE = 1024, 4096
+SCAN_TILE = 1024  # elements of the state in a scan's warp
+# Of decode, for K = 128: rows of the state in a program, and its warps. One warp meets no barrier,
+# of which there are a dozen otherwise, one for every small sum.
+DECODE_TILE = 8, 1
+ACCEPT_BLOCK = 4096  # elements of a program
+UNIT = 8  # elements that strides of vectors are multiples of, wherever possible
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -149,7 +160,22 @@ def recurrent_scan(
     return out
 
 
-def decode(
+class Launch(NamedTuple):
+    """A launch, the tensors that it was bound to, and its sizes."""
+
+    bound: Bound
+    tensors: tuple[torch.Tensor | None, ...]
+    sizes: tuple[int, ...]
+
+    def run(self) -> None:
+        """Launch on these tensors."""
+        first: Any = self.tensors[0]
+        if self.bound.programs:
+            with device_of(first):
+                self.bound(self.tensors, self.sizes)
+
+
+def bind_decode(
     traits: Traits,
     packed: torch.Tensor,
     g: torch.Tensor,
@@ -165,6 +191,7 @@ def decode(
     a_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
     heads: int,
     substeps: int = 1,
     scale: float = 1.0,
@@ -177,38 +204,112 @@ def decode(
     dt_max: float | None = None,
     block_v: int | None = None,
     warps: int | None = None,
-) -> None:
-    """One token of N sequences: advance pool rows in place and write `out` [1, N, HO, V].
+) -> Launch:
+    """T tokens of N sequences, for one: to advance pool rows in place and write `out`.
+
+    The launch takes `decode_tensors`, of any tensors like these.
 
     Args:
         packed: [N, width] rows, [Q | K | V] or [x | B | C], heads rows contiguous; `heads` counts
-            the heads of K; keys and values of several updates stand one after the other.
-        g, beta, w, z: raw gate, strength logits, write strength, output gate: [1, N, ...] as in
-            `recurrent_scan` with T = N, beta with an axis n where there are several updates.
+            the heads of K; keys and values of several updates stand one after the other. Of
+            several tokens [N, T, width].
+        g, beta, w, z: raw gate, strength logits, write strength, output gate: [1, N, ...], or
+            [N, T, ...], beta with an axis n where there are several updates.
         pool: [P, HO, V, K] with dense rows, fp32, bf16 or fp16.
+        out: Dense [1, N, HO, V] or [N, T, HO, V].
+        states: Dense [N, T, HO, V, K], to be written with the state after every token; the pool is
+            only read then.
         block_v, warps: Launch shape, for tuning.
     """
+    several = packed.dim() == 3
     N = packed.shape[0]
     _, HO, V, K = pool.shape
-    if N == 0:
-        return
-    block_k, block_v = _tile(K, V, DECODE_TILE, block_v)
-    several = beta is not None and beta.dim() == 4 and traits.erase == "head"
-    s_b = _lead(1, 4, beta) if several else (*_lead(1, 2, beta), 0, *_lead(2, 3, beta))
-    with device_of(packed):
-        _DECODE(
-            N * HO * -(-V // block_v),
-            (packed, g, beta, w, a, d, z, a_log, dt_bias, pool, state_indices, has_initial_state,
-             out),
-            (pool.shape[0],),
-            (float(scale), float(lower), float(dt_min),
-             UNBOUNDED if dt_max in (None, inf) else float(dt_max),
-             *_lead(0, 1, packed), *_lead(1, 3, g), *s_b, *_lead(1, 3, w), *_lead(1, 3, z),
-             *_skip(d), *_lead(0, 1, pool), *_lead(0, 1, state_indices),
-             *_lead(0, 1, has_initial_state)),
-            {"HK": heads, "HO": HO, "K": K, "V": V, "NS": substeps, "BK": block_k, "BV": block_v,
-             "PAD": 1, "GATE": gate if traits.delta else "ssd", "KEY_GATE": traits.gate == "key",
-             "DELTA": traits.delta, "ERASE_KEY": traits.erase == "key", "NORM": traits.delta,
-             "SIGMOID": traits.delta, "DOUBLE": double, "GUARD": guard, "SOFTPLUS": dt_softplus,
-             "num_warps": warps or max(min(block_k * block_v // 1024, 8), 1)},
-        )  # fmt: skip
+    rows, most = DECODE_TILE
+    block_k = max(power_of_2(K), 16)
+    if block_v is None:
+        block_v = max(rows * 128 // block_k, 4)
+    block_v = min(block_v, power_of_2(V))
+    if warps is None:
+        warps = max(min(block_k * block_v * most // (rows * 128), 8), 1)
+
+    # As many as it takes without spilling; left alone, some families take half as many again.
+    limit = None
+    if K <= 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
+        limit = 80 if traits.delta and substeps == 1 else 96
+
+    def steps(x: torch.Tensor | None, several_updates: bool = False) -> tuple[int, ...]:
+        """Strides of sequence, token, update if asked for, and head. One token's row stride is
+        both of the first: they then agree with several tokens' in what they are multiples of."""
+        if x is None:
+            return (0,) * (4 if several_updates else 3)
+        strides = x.stride()
+        lead = strides[:2] if several else (strides[1], strides[1])
+        if not several_updates:
+            return *lead, strides[2]
+        updates = traits.erase == "head" and x.dim() == 4
+        return *lead, *((strides[2], strides[3]) if updates else (0, strides[2]))
+
+    s_x = packed.stride()[:2] if several else (packed.stride(0),) * 2
+    s_g, s_b, s_w, s_z = steps(g), steps(beta, True), steps(w), steps(z)
+    key_gate, erase_key = traits.gate == "key", traits.erase == "key"
+    # Vectors of 16 bytes, where all of them lie so.
+    rows_of = [*s_x, *s_w, *s_z, pool.stride(0)]
+    rows_of += [*s_g] if key_gate else []
+    rows_of += [*s_b] if erase_key else []
+    unit = 1 if any(stride % UNIT for stride in rows_of) else UNIT
+
+    def counted(strides: Sequence[int], vector: bool = True) -> tuple[int, ...]:
+        return tuple([stride // unit for stride in strides]) if vector else tuple(strides)
+
+    tensors = decode_tensors(
+        packed, g, beta, w, a, a_log, dt_bias, d, z, pool, state_indices, has_initial_state, out,
+        states,
+    )  # fmt: skip
+    bound = _DECODE[key_gate, erase_key].bind(
+        N * HO * -(-V // block_v),
+        tensors,
+        (float(scale), float(lower), float(dt_min),
+         UNBOUNDED if dt_max in (None, inf) else float(dt_max),
+         *counted(s_x), *counted(s_g, key_gate), *counted(s_b, erase_key), *counted(s_w),
+         *counted(s_z), *_skip(d), *counted([pool.stride(0)]), *_lead(0, 1, state_indices),
+         *_lead(0, 1, has_initial_state)),
+        {"HK": heads, "HO": HO, "K": K, "V": V, "NS": substeps, "BK": block_k, "BV": block_v,
+         "UNIT": unit, "PAD": 1, "GATE": gate if traits.delta else "ssd", "KEY_GATE": key_gate,
+         "DELTA": traits.delta, "ERASE_KEY": erase_key, "NORM": traits.delta,
+         "SIGMOID": traits.delta, "DOUBLE": double, "GUARD": guard, "SOFTPLUS": dt_softplus,
+         "num_warps": warps, "maxnreg": limit},
+    )  # fmt: skip
+    tokens = packed.shape[1] if several else 1
+    return Launch(bound, tensors, (pool.shape[0], tokens, int(states is not None)))
+
+
+def decode_tensors(
+    packed: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor | None, w: torch.Tensor | None,
+    a: torch.Tensor | None, a_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+    d: torch.Tensor | None, z: torch.Tensor | None, pool: torch.Tensor, index: torch.Tensor,
+    has: torch.Tensor | None, out: torch.Tensor, states: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The kernel's tensors in its order, from the operator's in its own. The pool stands in for
+    absent states: whether they are written is no other kernel."""
+    return (
+        packed, gate, beta, w, a, d, z, a_log, dt_bias, pool, index, has, out,
+        pool if states is None else states,
+    )  # fmt: skip
+
+
+def bind_accept(
+    pool: torch.Tensor, index: torch.Tensor, states: torch.Tensor, count: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+) -> Launch:  # fmt: skip
+    """To put of `states`, dense [N, T, ...] or packed, the one after the last accepted token of
+    every sequence into its slot of the pool [P, ...], whose slots are dense."""
+    size = pool[0].numel()
+    block = min(ACCEPT_BLOCK, max(power_of_2(size), 128))
+    tensors = (pool, index, states, count, cu_seqlens)
+    bound = _ACCEPT.bind(
+        index.shape[0] * -(-size // block),
+        tensors,
+        (pool.stride(0), index.stride(0), count.stride(0), *_lead(0, 1, cu_seqlens)),
+        {"SIZE": size, "BLOCK": block, "PAD": 1, "num_warps": 4},
+    )
+    return Launch(bound, tensors, (pool.shape[0], states.shape[1]))

@@ -16,7 +16,7 @@ head_first, transpose_state_layout, gv.
 
 Raises: ShapeMismatch, DtypeMismatch, DeviceMismatch, RuleBroken for a bad argument; InvalidOption
 for one that is unknown, or gone from FLA; NotSupported for one that FLA serves and this module does
-not; PlanNotOffered on CUDA where the Triton engine does not serve the call.
+not; NoEngine or PlanNotOffered on CUDA where no GPU kernels serve the call.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ __all__ = [
 
 # Loaded now: a compiler that traces a call could not follow the import.
 offsets = registry.load("lagraph.ops.dense:offsets")
+engine_of = registry.load("lagraph.ops.kinds:engine_of")
+pin_of = registry.load("lagraph.ops.kinds:pin_of")
 
 Result = tuple["Tensor", "Tensor | None"]
 Function = TypeVar("Function", bound="Callable[..., Any]")
@@ -202,7 +204,7 @@ def _packed(
     o, last = operator(
         **{name: x.flatten(0, 1) for name, x in tokens.items()}, cu_seqlens=cu,
         initial_state=state, output_final_state=final,
-        plan_name=None if q.is_cuda else f"{family}_eager", **options,
+        plan_name=pin_of(family, engine_of(operator.__name__, "auto", q)), **options,
     )  # fmt: skip
     return o.unflatten(0, (batch, length)), _back(last, v_first, final)
 

@@ -1,27 +1,31 @@
 """Our functions in the place of those that layers of the `transformers` package call.
 
     from lagraph.integrations import transformers as door
-    door.patch()                  # Qwen3-Next and Mamba-2; models that exist already, too
+    door.patch()                  # all models below; those that exist already, too
     model.generate(...)
     door.unpatch()
 
 What the functions of a model's module do is then done by `lagraph.ops`: the fused kernels for CUDA
 tensors, the reference elsewhere. Layers, weights and caches stay the package's own.
 
-| model | functions |
-|---|---|
-| `qwen3_next` | chunk and recurrent gated delta rule, convolution, its one-token update |
-| `mamba2` | chunk scan, state update, convolution, its one-token update |
+| layer | functions | models |
+|---|---|---|
+| gated delta rule | chunks, single tokens | `qwen3_next`, `qwen3_5`, `qwen3_5_moe`, `qwen4_exp`, `olmo_hybrid`, `lara_mini` |
+| Kimi delta attention | chunks, single tokens | `kimi_linear`, `glm5_next`, `bailing_hybrid` |
+| Mamba-2 | chunk scan, state update | `mamba2`, `bamba`, `falcon_h1`, `granitemoehybrid`, `nemotron_h`, `zamba2` |
+
+The convolution of all of them is replaced, too, and its one-token update. Not here: Mamba-1 (`mamba`,
+`falcon_mamba`, `jamba`, `zamba`), and models that have the convolution alone.
 
 Beyond what the package's fallbacks serve: packed sequences, where the model is called with
 `cu_seq_lens_q`; `seq_idx` alone is refused, since making offsets of it would wait for the device.
 
-What it costs. States of Qwen3-Next are [B, H, K, V] in the package's cache, which keeps them as the
+What it costs. Delta-rule states are [B, H, K, V] in the package's cache, which keeps them as the
 transposed views that it is given: they are read back without a copy. Convolution histories are
 [B, C, W] there: an update copies one. Mamba-2's state update writes its state back, once.
 
 Needs the package's 5.x layout: functions of the module that the layer's `forward` looks up by name.
-"""
+"""  # noqa: E501 (a table's row)
 
 from __future__ import annotations
 
@@ -44,29 +48,44 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    Functions = Mapping[str, Callable[..., Any]]
+
 __all__ = ["MODELS", "Model", "patch", "patched", "unpatch"]
 
 
-def patch(*models: str) -> None:
+def patch(*models: str) -> tuple[str, ...]:
     """Put our functions in place; of models that have them already, nothing changes.
 
     Args:
-        models: Names out of `MODELS`; all of them if none is given.
+        models: Names out of `MODELS`; if none is given, all that this version of the package has.
+
+    Returns:
+        Names of the models whose functions are ours now.
 
     Raises:
         InvalidOption: A name that is not known.
         MissingBackend: The package is not installed, or its version has no such functions, or its
-            layers do not call them. Nothing is changed then.
+            layers do not call them: of a model that was named, or of all of them. Nothing is
+            changed then.
     """
     with _LOCK:
-        found = []
+        found, lacking = [], ""
         for name in _names("patch", models):
-            module = _module(name)
+            try:
+                module = _module(name)
+            except MissingBackend as error:
+                if models:
+                    raise
+                lacking = lacking or str(error)
+                continue
             found += [(module, at, function) for at, function in MODELS[name].functions.items()]
+        if not found:
+            raise MissingBackend(lacking)
         for module, at, function in found:
             if getattr(module, at) is not function:
                 _ORIGINALS[module.__name__, at] = getattr(module, at)
                 setattr(module, at, function)
+    return patched()
 
 
 def unpatch(*models: str) -> None:
@@ -114,10 +133,17 @@ def _module(name: str) -> Any:
     model = MODELS[name]
     try:
         package = import_module("transformers")
+    except ImportError as error:
+        raise MissingBackend(
+            f"patch: {name} needs transformers: {error}. Install transformers>=5."
+        ) from error
+    version = getattr(package, "__version__", "?")
+    try:
         module = import_module(model.module)
     except ImportError as error:
         raise MissingBackend(
-            f"patch: {name} needs {model.module}: {error}. Install transformers>=5."
+            f"patch: {name}: transformers {version} has no {model.module}: {error}. Install a "
+            f"version that has the model."
         ) from error
     layer = getattr(module, model.layer, None)
     code = getattr(unwrap(layer.forward), "__code__", None) if layer is not None else None
@@ -125,9 +151,9 @@ def _module(name: str) -> Any:
     lacking = [at for at in model.functions if not hasattr(module, at) or at not in called]
     if lacking:
         raise MissingBackend(
-            f"patch: {name} of transformers {getattr(package, '__version__', '?')}: "
-            f"{model.layer}.forward calls no function {', '.join(lacking)} of its module. Install "
-            f"transformers>=5, or call lagraph.ops in a layer of your own."
+            f"patch: {name} of transformers {version}: {model.layer}.forward calls no function "
+            f"{', '.join(lacking)} of its module. Install transformers>=5, or call lagraph.ops in "
+            f"a layer of your own."
         )
     return module
 
@@ -154,7 +180,7 @@ def _records(*tensors: Tensor | None) -> bool:
     )
 
 
-# Qwen3-Next ---------------------------------------------------------------------------------------
+# The delta rules ----------------------------------------------------------------------------------
 
 
 def _chunk_rule(
@@ -196,6 +222,49 @@ def _token_rule(
         query, key, value, g=g, beta=beta, initial_state=initial_state,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=_offsets("torch_recurrent_gated_delta_rule", rest),
+    )  # fmt: skip
+    return out
+
+
+def _chunk_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention over a sequence, its log decays given: `chunk_kda`'s kernels."""
+    return fla.chunk_kda(
+        query, key, value, g, beta, initial_state=initial_state,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=_offsets("chunk_kimi_delta_attention", rest),
+    )  # fmt: skip
+
+
+def _token_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **rest: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi delta attention, token by token: `recurrent_kda`, or chunks where gradients are due."""
+    run: Any = fla.fused_recurrent_kda
+    if _records(query, key, value, g, beta, initial_state):
+        run = fla.chunk_kda
+    out: tuple[Tensor, Tensor | None] = run(
+        query, key, value, g=g, beta=beta, initial_state=initial_state,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=_offsets("recurrent_kimi_delta_attention", rest),
     )  # fmt: skip
     return out
 
@@ -267,7 +336,7 @@ def _update(
     return out
 
 
-# The convolution of both --------------------------------------------------------------------------
+# The convolution of all ---------------------------------------------------------------------------
 
 IN_KERNEL = {None: None, "silu": "silu", "swish": "silu"}
 
@@ -327,29 +396,50 @@ class Model:
 
     module: str
     layer: str
-    functions: Mapping[str, Callable[..., Any]]
+    functions: Functions
 
 
-_SHORT: dict[str, Callable[..., Any]] = {
+_SHORT: Functions = {
     "causal_conv1d_fn": _conv,
     "causal_conv1d_update": _conv_update,
 }
+_GDN: Functions = {
+    "torch_chunk_gated_delta_rule": _chunk_rule,
+    "torch_recurrent_gated_delta_rule": _token_rule,
+    **_SHORT,
+}
+_KDA: Functions = {
+    "chunk_kimi_delta_attention": _chunk_kda,
+    "recurrent_kimi_delta_attention": _token_kda,
+    **_SHORT,
+}
+_MAMBA2: Functions = {
+    "mamba2_chunk_scan": _scan,
+    "mamba2_selective_state_update": _update,
+    **_SHORT,
+}
+# The layer of every model, and what it calls.
+_LAYERS: dict[str, tuple[str, Functions]] = {
+    "qwen3_next": ("Qwen3NextGatedDeltaNet", _GDN),
+    "qwen3_5": ("Qwen3_5GatedDeltaNet", _GDN),
+    "qwen3_5_moe": ("Qwen3_5MoeGatedDeltaNet", _GDN),
+    "qwen4_exp": ("Qwen4ExpTextGatedDeltaNet", _GDN),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet", _GDN),
+    "lara_mini": ("LaraMiniGatedDeltaNet", _GDN),
+    "kimi_linear": ("KimiLinearDeltaAttention", _KDA),
+    "glm5_next": ("Glm5NextTextLinearAttention", _KDA),
+    "bailing_hybrid": ("BailingHybridDeltaAttention", _KDA),
+    "mamba2": ("Mamba2Mixer", _MAMBA2),
+    "bamba": ("BambaMixer", _MAMBA2),
+    "falcon_h1": ("FalconH1Mixer", _MAMBA2),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer", _MAMBA2),
+    "nemotron_h": ("NemotronHMamba2Mixer", _MAMBA2),
+    "zamba2": ("Zamba2MambaMixer", _MAMBA2),
+}
 
 MODELS: dict[str, Model] = {
-    "qwen3_next": Model(
-        "transformers.models.qwen3_next.modeling_qwen3_next",
-        "Qwen3NextGatedDeltaNet",
-        {
-            "torch_chunk_gated_delta_rule": _chunk_rule,
-            "torch_recurrent_gated_delta_rule": _token_rule,
-            **_SHORT,
-        },
-    ),
-    "mamba2": Model(
-        "transformers.models.mamba2.modeling_mamba2",
-        "Mamba2Mixer",
-        {"mamba2_chunk_scan": _scan, "mamba2_selective_state_update": _update, **_SHORT},
-    ),
+    name: Model(f"transformers.models.{name}.modeling_{name}", layer, functions)
+    for name, (layer, functions) in _LAYERS.items()
 }
 
 _ORIGINALS: dict[tuple[str, str], Any] = {}

@@ -3,10 +3,10 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from lagraph.engines.frost.kernels.lib import product, ragged
+from lagraph.engines.frost.kernels.lib import product, ragged, segment
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
     FACTOR_STAGES,
@@ -26,9 +26,10 @@ __all__ = ["advance"]
 
 @cute.jit
 def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, states, work, wg):
-    """The life of warpgroup `wg`. states: initial state, state indices, final state."""
+    """The life of warpgroup `wg`. states: initial state, state indices, final state, checkpoints,
+    the ends of segments; offsets of sequences, and how many steps all have."""
     dtype, chunks = sig.io, work.chunks
-    initial, index, final = states
+    initial, index, final, checkpoints, ends, cu, steps = states
     rows, last = numbers.rows, numbers.last
     pipe_q, pipe_k, pipe_v, pipe_f, _ = rings
     tid = cute.arch.thread_idx()[0] % 128
@@ -41,15 +42,12 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     by_key = product.of_registers(dtype, sig.K, OperandMajorMode.MN)
     thread, thread_k = by_token.get_slice(tid), by_key.get_slice(tid)
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
-    bQ = thread.make_fragment_B(thread.partition_B(tiles.Q))
     thread_p = by_part.get_slice(tid)
     bT = thread_p.make_fragment_B(thread_p.partition_B(tiles.T))
-    bP = thread.make_fragment_B(thread.partition_B(tiles.P))
     bKt = thread_k.make_fragment_B(thread_k.partition_B(transposed(tiles.K)))
 
     S = product.accumulator(thread_k, SLICE, sig.K)
     X = product.accumulator(thread, SLICE, C)
-    O = product.accumulator(thread, SLICE, C)
     U = product.accumulator(thread_p, SLICE, PART)
     W = tuple(product.accumulator(thread_p, SLICE, PART) for _ in range(C // PART))
     count = cute.size(U)
@@ -63,17 +61,31 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     mine = cute.local_tile(transposed(tiles.V), (SLICE, C, V_STAGES), (wg, 0, 0))
     v_source = from_v.partition_S(mine)
     value = cute.make_rmem_tensor(X.shape, dtype)
+    if cutlass.const_expr(sig.phase == "open"):  # nothing is written to a map, be V infinite
+        value_bits = cute.recast_tensor(value, Int32)
+        taken = Int32(0) if work.part * sig.rows >= sig.V else Int32(-1)
     v_target = from_v.retile(value)
 
-    store = product.storer(dtype, by_token, transpose=True)
-    to_o = store.get_slice(tid)
-    o_target = to_o.partition_D(transposed(tiles.O))
-    result = cute.make_rmem_tensor(O.shape, dtype)
-    o_source = to_o.retile(result)
-    o_shared, o_global = ragged.partition(
-        atom_o, tiles.O, ragged.tiles(view_o, work.head, work.begin, work.end, (C, SLICE))
-    )
     column = work.part * sig.slices + wg
+    if cutlass.const_expr(sig.outputs):
+        by_query = product.of_registers(dtype, sig.queries)
+        thread_q = by_query.get_slice(tid)
+        shape = (sig.queries, sig.K, Q_STAGES)
+        queries = cute.local_tile(tiles.Q, shape, (0, 0, 0))
+        bQ = thread_q.make_fragment_B(thread_q.partition_B(queries))
+        shape = (sig.queries, C, FACTOR_STAGES)
+        scores = cute.local_tile(tiles.P, shape, (0, 0, 0))
+        bP = thread_q.make_fragment_B(thread_q.partition_B(scores))
+        O = product.accumulator(thread_q, SLICE, sig.queries)
+        store = product.storer(dtype, by_query, transpose=True)
+        to_o = store.get_slice(tid)
+        o_target = to_o.partition_D(transposed(tiles.O))
+        result = cute.make_rmem_tensor(O.shape, dtype)
+        o_source = to_o.retile(result)
+        begin, end = work.begin // sig.n, work.end // sig.n
+        o_shared, o_global = ragged.partition(
+            atom_o, tiles.O, ragged.tiles(view_o, work.head, begin, end, (sig.queries, SLICE))
+        )
 
     # The state that enters, read in the accumulator's own order.
     row = work.seq
@@ -82,14 +94,33 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         row = Int32(index[work.seq])
         padding = row < 0
         pool = initial if cutlass.const_expr(initial is not None) else final
-        row = cutlass.min(cutlass.max(row, Int32(0)), Int32(pool.shape[0]) - 1)
-    if cutlass.const_expr(final is not None):
-        # Here: a product in the loop takes `thread_k` along.
-        ours = cute.local_tile(final[row, work.head, None, None], (SLICE, sig.K), (column, 0))
-        target = thread_k.partition_C(ours)
-    if cutlass.const_expr(initial is not None):
-        theirs = cute.local_tile(initial[row, work.head, None, None], (SLICE, sig.K), (column, 0))
-        source = thread_k.partition_C(theirs)
+        if cutlass.const_expr(pool is not None):
+            row = cutlass.min(cutlass.max(row, Int32(0)), Int32(pool.shape[0]) - 1)
+    # Here: a product in the loop takes `thread_k` along.
+    if cutlass.const_expr(sig.phase == "open"):
+        target = segment.place(ends[0], work.slot, work.head, column % (sig.V // SLICE), tid)
+        map_column = cutlass.max(column - sig.V // SLICE, Int32(0))
+        maps = ends[1][None, None, None, work.head, work.slot]
+        parts = thread_k.partition_C(cute.local_tile(maps, (SLICE, sig.K), (map_column, 0, None)))
+    elif cutlass.const_expr(final is not None):
+        target = segment.slice_of(thread_k, final, row, work.head, column)
+    if cutlass.const_expr(checkpoints is not None):
+        every = cute.make_tensor(
+            checkpoints.iterator, cute.select(checkpoints.layout, [2, 3, 0, 1])
+        )[None, None, None, work.head]
+        kept = thread_k.partition_C(cute.local_tile(every, (SLICE, sig.K), (column, 0, None)))
+        next_kept = segment.rows_before(sig, cu, work.seq, steps, lane)
+        next_kept += cute.ceil_div(work.first, sig.every)
+    if cutlass.const_expr(sig.phase == "open"):
+        # Nothing, and below V the rows of the unit matrix.
+        place = thread_k.partition_C(cute.make_identity_tensor((SLICE, sig.K)))
+        for i in cutlass.range_constexpr(cute.size(S)):
+            r, k = place[i]
+            S[i] = Float32(1.0) if r + column * SLICE - sig.V == k else Float32(0.0)
+    elif cutlass.const_expr(sig.phase == "close"):
+        segment.load(segment.place(ends[0], work.slot, work.head, column, tid), S)
+    elif cutlass.const_expr(initial is not None):
+        source = segment.slice_of(thread_k, initial, row, work.head, column)
         raw = cute.make_rmem_tensor(S.shape, initial.element_type)
         cute.autovec_copy(source, raw)
         S.store(raw.load().to(Float32))
@@ -105,6 +136,12 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         if wg == 1:  # the first warpgroup goes first
             cute.arch.barrier_arrive(barrier_id=4, number_of_threads=256)
     for c in cutlass.range(chunks, unroll=1):
+        if cutlass.const_expr(checkpoints is not None):  # noqa: SIM102
+            if (work.first + c * C) % sig.every == 0:
+                rounded = cute.make_rmem_tensor(S.shape, checkpoints.element_type)
+                rounded.store(S.load().to(checkpoints.element_type))
+                cute.autovec_copy(rounded, kept[None, None, None, next_kept])
+                next_kept += 1
         pipe_k.consumer_wait(at_k)
         if cutlass.const_expr(sig.stagger):
             cute.arch.barrier(barrier_id=4 + wg, number_of_threads=256)
@@ -116,6 +153,9 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             if cutlass.const_expr(group % 2 == 0):
                 pair = group // 2
                 cute.copy(load, v_source[None, None, pair, at_v.index], v_target[None, None, pair])
+                if cutlass.const_expr(sig.phase == "open"):
+                    for i in cutlass.range_constexpr(4 * pair, 4 * pair + 4):
+                        value_bits[i] = value_bits[i] & taken
             erase = product.pair(rows[None, ERASE, at_f.index], lane, group)
             for e in cutlass.range_constexpr(4):
                 i = 4 * group + e
@@ -135,9 +175,12 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
                 if cutlass.const_expr(sig.stagger):  # noqa: SIM102
                     if wg == 0 or c + 1 < chunks:
                         cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=256)
-                pipe_q.consumer_wait(at_q)
-                product.issue(by_token, O, S_in, bQ[None, None, None, at_q.index], False)
-                cute.nvgpu.warpgroup.wait_group(1)
+                if cutlass.const_expr(sig.outputs):
+                    pipe_q.consumer_wait(at_q)
+                    product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
+                    cute.nvgpu.warpgroup.wait_group(1)
+                else:
+                    cute.nvgpu.warpgroup.wait_group(0)
                 # Only now are products done that depend on V's loads. A release right after the
                 # loads overtakes them where wgmma keeps shared memory busy: TMA overwrote V.
                 pipe_v.consumer_release(at_v)
@@ -151,20 +194,22 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             if cutlass.const_expr(p + 1 < C // PART):
                 cute.nvgpu.warpgroup.wait_group(C // PART - 2 - p)
         cute.nvgpu.warpgroup.wait_group(0)
-        pipe_q.consumer_release(at_q)
-        for group in cutlass.range_constexpr(C // 8):
-            query = product.pair(rows[None, QUERY, at_f.index], lane, group)
-            for e in cutlass.range_constexpr(4):
-                O[4 * group + e] = query[e % 2] * O[4 * group + e]
-        product.issue(by_token, O, U_in, bP[None, None, None, at_f.index], True)
+        if cutlass.const_expr(sig.outputs):
+            pipe_q.consumer_release(at_q)
+            for group in cutlass.range_constexpr(sig.queries // 8):
+                query = product.pair(rows[None, QUERY, at_f.index], lane, group)
+                for e in cutlass.range_constexpr(4):
+                    O[4 * group + e] = query[e % 2] * O[4 * group + e]
+            product.issue(by_query, O, U_in, bP[None, None, None, at_f.index], True)
         product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
 
-        cute.nvgpu.warpgroup.wait_group(1)
-        slot = (c % O_STAGES) * sig.slices + wg
-        emit(sig, O, result, store, o_source, o_target, slot, padding, first_warp, wg)
-        if first_warp:
-            cute.copy(atom_o, o_shared[None, slot], o_global[None, c, column])
-            cute.arch.cp_async_bulk_commit_group()
+        if cutlass.const_expr(sig.outputs):
+            cute.nvgpu.warpgroup.wait_group(1)
+            slot = (c % O_STAGES) * sig.slices + wg
+            emit(sig, O, result, store, o_source, o_target, slot, padding, first_warp, wg)
+            if first_warp:
+                cute.copy(atom_o, o_shared[None, slot], o_global[None, c, column])
+                cute.arch.cp_async_bulk_commit_group()
         cute.nvgpu.warpgroup.wait_group(0)
         pipe_k.consumer_release(at_k)
         cute.arch.sync_warp()
@@ -176,13 +221,24 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         at_v.advance()
         at_f.advance()
 
-    if cutlass.const_expr(final is not None):
+    if cutlass.const_expr(sig.phase == "open"):
+        if work.first >= 0 and column < sig.V // SLICE:
+            segment.store(S, target)
+        elif work.first >= 0:  # a map, in two parts
+            rounded = cute.make_rmem_tensor(S.shape, BFloat16)
+            rounded.store(S.load().to(BFloat16))
+            cute.autovec_copy(rounded, parts[None, None, None, 0])
+            for i in cutlass.range_constexpr(cute.size(S)):
+                rounded[i] = (S[i] - rounded[i].to(Float32)).to(BFloat16)
+            cute.autovec_copy(rounded, parts[None, None, None, 1])
+    elif cutlass.const_expr(final is not None):
         rounded = cute.make_rmem_tensor(S.shape, final.element_type)
         rounded.store(S.load().to(final.element_type))
-        if not padding:
+        if not padding and work.last != 0:
             cute.autovec_copy(rounded, target)
-    if first_warp:
-        cute.arch.cp_async_bulk_wait_group(0)
+    if cutlass.const_expr(sig.outputs):  # noqa: SIM102
+        if first_warp:
+            cute.arch.cp_async_bulk_wait_group(0)
 
 
 def transposed(tile):

@@ -33,12 +33,15 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     scores = product.of_shared(sig.io, C)
     thread = scores.get_slice(tid)
     aK = thread.make_fragment_A(thread.partition_A(tiles.K))
-    aQ = thread.make_fragment_A(thread.partition_A(tiles.Q))
+    if cutlass.const_expr(sig.outputs):
+        aQ = thread.make_fragment_A(thread.partition_A(tiles.Q))
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
     place = thread.partition_C(cute.make_identity_tensor((C, C)))
     store = product.storer(sig.io, scores, transpose=False)
     to_p = store.get_slice(tid)
-    p_target, t_target = to_p.partition_D(tiles.P), to_p.partition_D(tiles.T)
+    t_target = to_p.partition_D(tiles.T)
+    if cutlass.const_expr(sig.outputs):
+        p_target = to_p.partition_D(tiles.P)
     masked = cute.make_rmem_tensor(place.shape, sig.io)
     amplitude, bias = Float32(1.0), Float32(0.0)
     if cutlass.const_expr(a_log is not None):
@@ -47,8 +50,8 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         bias = dt_bias[work.head].to(Float32)
 
     if warp == 0 and work.chunks > 0:
-        raw = fetch(gates, work, Int32(0), lane)
-        decays(sig, raw, numbers, 0, amplitude, bias, work.begin, work.end, lane)
+        raw = fetch(sig, gates, work, Int32(0), lane)
+        decays(sig, raw, numbers, 0, amplitude, bias, Int32(0), work.end - work.begin, lane)
     meet(sig)
 
     at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
@@ -57,22 +60,23 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, BLOCK_STAGES)
     for c in cutlass.range(work.chunks, unroll=1):
         turn = c % 2
-        raw = fetch(gates, work, c + 1, lane)
+        raw = fetch(sig, gates, work, c + 1, lane)
         kk = product.accumulator(thread, C, C)
-        qk = product.accumulator(thread, C, C)
         pipe_k.consumer_wait(at_k)
         key_rows, key_columns = aK[None, None, None, at_k.index], bK[None, None, None, at_k.index]
         product.issue(scores, kk, key_rows, key_columns, False)
         if cutlass.const_expr(sig.norm):
-            pipe_q.consumer_wait(at_q)
+            if cutlass.const_expr(sig.outputs):
+                pipe_q.consumer_wait(at_q)
             if tid < C:
                 norms[tid, 0] = norm(sig, tiles.K, tid, at_k.index)
             else:
-                norms[tid - C, 1] = norm(sig, tiles.Q, tid - C, at_q.index)
+                if cutlass.const_expr(sig.outputs):
+                    norms[tid - C, 1] = norm(sig, tiles.Q, tid - C, at_q.index)
             meet(sig)
         pipe_f.producer_acquire(at_f)
         pipe_b.producer_acquire(at_b)
-        mine = row_factors(sig, numbers, scale, turn, warp * 16 + lane // 4)
+        mine = key_factors(sig, numbers, turn, warp * 16 + lane // 4)
         cute.nvgpu.warpgroup.wait_group(0)
         for w in cutlass.range_constexpr(4):
             if warp == w:
@@ -85,9 +89,11 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         cute.arch.sync_warp()
         if lane == 0:
             pipe_b.producer_commit(at_b)
-        pipe_q.consumer_wait(at_q)
-        key_columns = bK[None, None, None, at_k.index]
-        product.issue(scores, qk, aQ[None, None, None, at_q.index], key_columns, False)
+        if cutlass.const_expr(sig.outputs):
+            qk = product.accumulator(thread, C, C)
+            pipe_q.consumer_wait(at_q)
+            key_columns = bK[None, None, None, at_k.index]
+            product.issue(scores, qk, aQ[None, None, None, at_q.index], key_columns, False)
 
         # While it runs: an operand, the rows of factors, and the gates of the next chunk.
         left = to_p.retile(masked)
@@ -98,26 +104,34 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
                     cute.copy(store, left[(None, i), None, None], target)
         if tid < C:
             b, total = sums[tid, turn], sums[C - 1, turn]
-            key, query = Float32(1.0), scale
+            key = Float32(1.0)
             if cutlass.const_expr(sig.norm):
-                key, query = norms[tid, 0], scale * norms[tid, 1]
-            inward = gate.finite_power(b)
-            rows[tid, ERASE, at_f.index] = inward * key
-            rows[tid, QUERY, at_f.index] = inward * query
+                key = norms[tid, 0]
+            rows[tid, ERASE, at_f.index] = gate.finite_power(b) * key
             rows[tid, WRITE, at_f.index] = gate.finite_power(total - b) * key
             if tid == 0:
                 last[at_f.index] = cute.math.exp2(total, fastmath=True)
+            if cutlass.const_expr(sig.outputs):
+                b, query = query_factor(sig, numbers, scale, turn, tid % sig.queries)
+                if tid < sig.queries:
+                    rows[tid, QUERY, at_f.index] = gate.finite_power(b) * query
         if warp == 0:
-            start = work.begin + (c + 1) * C
-            decays(sig, raw, numbers, 1 - turn, amplitude, bias, start, work.end, lane)
-        cute.nvgpu.warpgroup.wait_group(0)
-        pipe_k.consumer_release(at_k)
-        pipe_q.consumer_release(at_q)
-        mine = row_factors(sig, numbers, scale, turn, warp * 16 + lane // 4)
-        for w in cutlass.range_constexpr(4):
-            if warp == w:
-                mask(sig, qk, masked, mine, numbers, place, turn, lane, w)
-        cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+            start = (c + 1) * C
+            decays(sig, raw, numbers, 1 - turn, amplitude, bias, start, work.end - work.begin, lane)
+        if cutlass.const_expr(sig.outputs):
+            cute.nvgpu.warpgroup.wait_group(0)
+            pipe_k.consumer_release(at_k)
+            pipe_q.consumer_release(at_q)
+            for w in cutlass.range_constexpr(sig.queries // 16):
+                if warp == w:
+                    mask(sig, qk, masked, numbers, scale, place, turn, lane, w)
+            if cutlass.const_expr(sig.n == 1):
+                cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+            else:
+                if warp < sig.queries // 16:
+                    cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+        else:
+            pipe_k.consumer_release(at_k)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
@@ -133,25 +147,29 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
 
 
 @cute.jit
-def fetch(gates, work, chunk, lane):
-    """Gates and strengths of this lane's two tokens of a chunk, as they are in memory. Nothing here
+def fetch(sig: cutlass.Constexpr, gates, work, chunk, lane):
+    """Gates and strengths of this lane's two steps of a chunk, as they are in memory. Nothing here
     waits for them."""
     g, beta, head = gates[0], gates[1], work.head
     first = cutlass.min(work.begin + chunk * C + 2 * lane, work.end - 1)
     second = cutlass.min(work.begin + chunk * C + 2 * lane + 1, work.end - 1)
-    return g[first, head], g[second, head], beta[first, head], beta[second, head]
+    return g[first // sig.n, head], g[second // sig.n, head], beta[first, head], beta[second, head]
 
 
 @cute.jit
 def decays(sig: cutlass.Constexpr, raw, numbers, turn, amplitude, bias, start, end, lane):
-    """One warp: sums of 64 tokens' decays, and their strengths; none past the end."""
+    """One warp: sums of 64 steps' decays, and their strengths; none past the end. A token's decay
+    belongs to the first of its steps."""
     sums, strengths = numbers.sums[None, turn], numbers.strengths[None, turn]
     found = []
     for i in cutlass.range_constexpr(2):
         inside = start + 2 * lane + i < end
+        decays_here = inside
+        if cutlass.const_expr(sig.n > 1):
+            decays_here = inside and (2 * lane + i) % sig.n == 0
         decay = gate.log2_decay(raw[i].to(Float32), amplitude, bias, sig.gate)
         strength = gate.strength(raw[2 + i].to(Float32), sig.sigmoid, sig.double)
-        found.append(decay if inside else Float32(0.0))
+        found.append(decay if decays_here else Float32(0.0))
         strengths[2 * lane + i] = strength if inside else Float32(0.0)
     sums[2 * lane], sums[2 * lane + 1] = gate.sums(found[0], found[1], lane)
 
@@ -160,18 +178,27 @@ def decays(sig: cutlass.Constexpr, raw, numbers, turn, amplitude, bias, start, e
 
 
 @cute.jit
-def row_factors(sig: cutlass.Constexpr, numbers, scale, turn, top):
-    """Of rows r and r + 8: cumulative decay, and what scales a row of L, of L without its strength,
-    and of P."""
+def key_factors(sig: cutlass.Constexpr, numbers, turn, top):
+    """Of rows r and r + 8: cumulative decay, and what scales a row of L, with its strength and
+    without."""
     sums, strengths, norms = numbers.sums, numbers.strengths, numbers.norms
     found = []
     for i in cutlass.range_constexpr(2):
         row = top + 8 * i
-        key, query = Float32(1.0), scale
+        key = Float32(1.0)
         if cutlass.const_expr(sig.norm):
-            key, query = norms[row, 0], scale * norms[row, 1]
-        found.append((sums[row, turn], strengths[row, turn] * key, key, query))
+            key = norms[row, 0]
+        found.append((sums[row, turn], strengths[row, turn] * key, key))
     return found
+
+
+@cute.jit
+def query_factor(sig: cutlass.Constexpr, numbers, scale, turn, row):
+    """Of a query: cumulative decay at the last step of its token, and what scales a row of P."""
+    query = scale
+    if cutlass.const_expr(sig.norm):
+        query = scale * numbers.norms[row, 1]
+    return numbers.sums[sig.n * row + sig.n - 1, turn], query
 
 
 @cute.jit
@@ -186,7 +213,7 @@ def keep(
         keys = key_norms(sig, numbers.norms, lane, group)
         for e in cutlass.range_constexpr(4):
             i = 4 * group + e
-            b, strength, key, _ = mine[e // 2]
+            b, strength, key = mine[e // 2]
             power = gate.finite_power(b - b_columns[e % 2])
             value = kk[i] * power * keys[e % 2]
             row, column = place[i]
@@ -199,23 +226,27 @@ def keep(
 
 @cute.jit
 def mask(
-    sig: cutlass.Constexpr, qk, masked, mine, numbers, place, turn, lane, w: cutlass.Constexpr
+    sig: cutlass.Constexpr, qk, masked, numbers, scale, place, turn, lane, w: cutlass.Constexpr
 ):
-    """Rows 16 w to 16 w + 15 of P, in the io dtype."""
+    """Rows 16 w to 16 w + 15 of P, queries at the last steps of their tokens, in the io dtype."""
+    mine = []
+    for i in cutlass.range_constexpr(2):
+        mine.append(query_factor(sig, numbers, scale, turn, 16 * w + lane // 4 + 8 * i))
     for group in cutlass.range_constexpr(C // 8):
         b_columns = product.pair(numbers.sums[None, turn], lane, group)
         keys = key_norms(sig, numbers.norms, lane, group)
         for e in cutlass.range_constexpr(4):
             i = 4 * group + e
-            if cutlass.const_expr(group > 2 * w + 1):
+            first, most = 16 * w * sig.n, 16 * (w + 1) * sig.n  # steps of these rows
+            if cutlass.const_expr(8 * group >= most):
                 masked[i] = sig.io(0.0)
             else:
-                b, _, _, query = mine[e // 2]
+                b, query = mine[e // 2]
                 power = gate.finite_power(b - b_columns[e % 2])
                 value = query * qk[i] * power * keys[e % 2]
-                if cutlass.const_expr(group // 2 == w):
+                if cutlass.const_expr(8 * group + 7 >= first):
                     row, column = place[i]
-                    value = value if column <= row else Float32(0.0)
+                    value = value if column < (row + 1) * sig.n else Float32(0.0)
                 masked[i] = value.to(sig.io)
 
 

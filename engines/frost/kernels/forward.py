@@ -31,37 +31,33 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
 
 from lagraph.engines.frost.kernels.advance import advance
 from lagraph.engines.frost.kernels.factor import factor
-from lagraph.engines.frost.kernels.lib import ragged
+from lagraph.engines.frost.kernels.lib import fake, ragged, segment
 from lagraph.engines.frost.kernels.load import invert, keys, values
 from lagraph.engines.frost.kernels.shared import Work, allocate, layouts
-from lagraph.engines.frost.kernels.tile import REGISTERS, SLICE, STAGGER, C
+from lagraph.engines.frost.kernels.tile import REGISTERS, SLICE, STAGGER, SUBSTEPS, C
 from lagraph.engines.frost.signature import Signature
 
 __all__ = ["SIGNATURES", "Forward"]
-
-DTYPES = {
-    "bfloat16": BFloat16,
-    "float16": Float16,
-    "float32": Float32,
-    "int32": Int32,
-    "int64": Int64,
-}
 
 
 @dataclass(frozen=True)
 class Forward(Signature):
     """What one compiled kernel is for; T, N, head counts and strides are arguments.
 
-    rows: rows of V of one CTA, 64 or V. a_log, bias, initial, index, final: a tensor's dtype, ""
-    where it is absent.
+    phase: "whole" sequences, or of segments "open" (what each does to a state) and "close" (outputs
+    from the state that enters). n: steps of a token. rows: rows of V of one CTA. a_log, bias,
+    initial, index, final, checkpoints: a tensor's dtype, "" where it is absent. every: steps
+    between checkpoints.
     """
 
+    phase: str = "whole"
     dtype: str = "bfloat16"
+    n: int = 1
     K: int = 128
     V: int = 128
     rows: int = 128
@@ -77,15 +73,28 @@ class Forward(Signature):
     initial: str = ""
     index: str = ""
     final: str = ""
+    checkpoints: str = ""
+    every: int = 0
 
     # Arguments of the compiled function, in order.
     arguments = ("q", "k", "v", "g", "beta", "a_log", "dt_bias", "cu_seqlens", "initial_state",
-                 "state_indices", "O", "final_state", "scale")  # fmt: skip
+                 "state_indices", "O", "final_state", "state_checkpoints", "workspace", "scale",
+                 "span", "less", "skip")  # fmt: skip
 
     @property
     def io(self):
         """The dtype of q, k, v and O."""
-        return DTYPES[self.dtype]
+        return fake.DTYPES[self.dtype]
+
+    @property
+    def outputs(self) -> bool:
+        """Whether there are queries."""
+        return self.phase != "open"
+
+    @property
+    def queries(self) -> int:
+        """Queries of a chunk."""
+        return C // self.n
 
     @property
     def slices(self) -> int:
@@ -94,8 +103,8 @@ class Forward(Signature):
 
     @property
     def parts(self) -> int:
-        """CTAs of a head."""
-        return self.V // self.rows
+        """CTAs of a sequence, or segment, and head: what opens has the unit matrix below V."""
+        return (self.V + (self.K if self.phase == "open" else 0)) // self.rows
 
     @property
     def threads(self) -> int:
@@ -107,37 +116,21 @@ class Forward(Signature):
 
     def build(self, options: str):
         """Compile for the options' architecture; needs no GPU."""
-        T, N, N1 = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        heads = {name: cute.sym_int() for name in ("H", "HK", "HV", "HO")}
-        rows = cute.sym_int()
-        io = self.io
-
-        def packed(head, D):
-            strides = (cute.sym_int64(8), cute.sym_int64(8), 1)
-            return make_fake_tensor(io, (T, heads[head], D), strides, assumed_align=16)
-
-        def plain(dtype, *shape):
-            if not dtype:
-                return None
-            width = DTYPES[dtype].width // 8
-            strides = tuple(cute.sym_int64() for _ in shape)
-            return make_fake_tensor(DTYPES[dtype], shape, strides, assumed_align=width)
-
-        def state(dtype, count):
-            if not dtype:
-                return None
-            step = 128 // DTYPES[dtype].width  # 16 bytes
-            strides = (*(cute.sym_int64(step) for _ in range(3)), 1)
-            shape = (count, heads["HO"], self.V, self.K)
-            return make_fake_tensor(DTYPES[dtype], shape, strides, assumed_align=16)
-
-        entering = state(self.initial, rows if self.index else N)
-        leaving = state(self.final, rows if self.index else N)
+        T, N, N1, rows, kept = (cute.sym_int() for _ in range(5))
+        H, HK, HV, HO = (cute.sym_int() for _ in range(4))
+        steps = T if self.n == 1 else cute.sym_int()
+        io, count = self.dtype, rows if self.index else N
+        q, out = (io, io) if self.outputs else ("", "")
+        cut = self.phase != "whole"
         return cute.compile(
-            ForwardKernel(self), packed("H", self.K), packed("HK", self.K), packed("HV", self.V),
-            plain(self.g, T, heads["HO"]), plain(self.beta, T, heads["HO"]),
-            plain(self.a_log, heads["HO"]), plain(self.bias, heads["HO"]), plain(self.offsets, N1),
-            entering, plain(self.index, N), packed("HO", self.V), leaving, Float32(1.0),
+            ForwardKernel(self), fake.packed(q, T, H, self.K), fake.packed(io, steps, HK, self.K),
+            fake.packed(io, steps, HV, self.V), fake.plain(self.g, T, HO),
+            fake.plain(self.beta, steps, HO), fake.plain(self.a_log, HO),
+            fake.plain(self.bias, HO), fake.plain(self.offsets, N1),
+            fake.states(self.initial, count, HO, self.V, self.K), fake.plain(self.index, N),
+            fake.packed(out, T, HO, self.V), fake.states(self.final, count, HO, self.V, self.K),
+            fake.states(self.checkpoints, kept, HO, self.V, self.K),
+            fake.workspace() if cut else None, Float32(1.0), Int32(C), Int32(0), Int32(0),
             make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
         )  # fmt: skip
 
@@ -150,70 +143,116 @@ class ForwardKernel:
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, g: cute.Tensor, beta: cute.Tensor,
-        a_log, dt_bias, cu: cute.Tensor, initial, index, out: cute.Tensor, final, scale: Float32,
-        stream: cuda.CUstream,
+        self, q, k: cute.Tensor, v: cute.Tensor, g: cute.Tensor, beta: cute.Tensor, a_log, dt_bias,
+        cu: cute.Tensor, initial, index, out, final, checkpoints, workspace, scale: Float32,
+        span: Int32, less: Int32, skip: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         sig = self.sig
         laid = layouts(sig)
-        made = (
-            ragged.load_atom(q, laid[0], (C, sig.K)),
+        made = [
+            None,
             ragged.load_atom(k, laid[1], (C, sig.K)),
             ragged.load_atom(v, laid[2], (C, sig.rows)),
-            ragged.store_atom(out, laid[3], (C, SLICE)),
+            None,
+        ]
+        if cutlass.const_expr(sig.outputs):
+            made[0] = ragged.load_atom(q, laid[0], (C, sig.K))
+            made[3] = ragged.store_atom(out, laid[3], (sig.queries, SLICE))
+        atoms = tuple(None if m is None else m[0] for m in made)
+        views = tuple(None if m is None else m[1] for m in made)
+        steps, HO, slots = k.shape[0], g.shape[1], cu.shape[0] - 1
+        ends = None
+        if cutlass.const_expr(workspace is not None):
+            slots = steps // span + slots * segment.per_sequence(less)
+            ends = segment.ends(workspace, slots, HO, sig.V, sig.K)
+        # Heads that share a query's, a key's and a value's head.
+        groups = (
+            1 if cutlass.const_expr(q is None) else HO // q.shape[1],
+            HO // k.shape[1],
+            HO // v.shape[1],
         )
-        heads = (q.shape[1], k.shape[1], v.shape[1])
-        grid = (cu.shape[0] - 1) * out.shape[1] * sig.parts
         self.kernel(
-            tuple(m[0] for m in made), tuple(m[1] for m in made), heads, g, beta, a_log, dt_bias,
-            cu, initial, index, out.shape[0], out.shape[1], final, scale, laid,
+            atoms, views, groups, (g, beta, a_log, dt_bias), cu,
+            (initial, index, final, checkpoints, ends), steps, HO, scale, (span, less, skip), laid,
         ).launch(
-            grid=(grid, 1, 1), block=(sig.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(slots * HO * sig.parts, 1, 1), block=(sig.threads, 1, 1), min_blocks_per_mp=1,
+            stream=stream,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, atoms: tuple, views: tuple, heads: tuple, g: cute.Tensor, beta: cute.Tensor, a_log,
-        dt_bias, cu: cute.Tensor, initial, index, T: Int32, HO: Int32, final, scale: Float32,
-        laid: tuple,
+        self, atoms: tuple, views: tuple, groups: tuple, gates: tuple, cu: cute.Tensor,
+        states: tuple, steps: Int32, HO: Int32, scale: Float32, cut: tuple, laid: tuple,
     ):  # fmt: skip
         sig = self.sig
-        block, _, _ = cute.arch.block_idx()
-        part = block % sig.parts
-        head = (block // sig.parts) % HO
-        seq = block // (sig.parts * HO)
-        # Offsets of a GPU are not checked on the host: they are kept inside the tensors.
-        begin = cutlass.min(cutlass.max(Int32(cu[seq]), Int32(0)), T)
-        end = cutlass.min(cutlass.max(Int32(cu[seq + 1]), begin), T)
-        work = Work(seq, head, part, begin, end, cute.ceil_div(end - begin, C))
-
+        work = mine(sig, cu, steps, HO, cut)
         tiles, numbers, rings = allocate(sig, laid)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp // 4)
-        registers = REGISTERS[sig.slices]
+        registers = (REGISTERS if sig.n == 1 else SUBSTEPS)[sig.slices]
         if group == 0:
             cute.arch.setmaxregister_decrease(registers[0])
             if warp == 0:
-                head_q, head_k = head // (HO // heads[0]), head // (HO // heads[1])
-                keys(sig, atoms, views, tiles, rings, head_q, head_k, work)
+                keys(sig, atoms, views, tiles, rings, groups, work)
             if warp == 1:
-                values(sig, atoms, views, tiles, rings, head // (HO // heads[2]), work)
+                values(sig, atoms, views, tiles, rings, groups, work)
             if warp >= 2:
                 invert(sig, tiles, numbers, rings, work, warp - 2)
         elif group <= sig.slices:
             cute.arch.setmaxregister_increase(registers[1])
-            states = (initial, index, final)
-            advance(sig, atoms[3], views[3], tiles, numbers, rings, states, work, group - 1)
+            advance(
+                sig,
+                atoms[3],
+                views[3],
+                tiles,
+                numbers,
+                rings,
+                (*states, cu, steps),
+                work,
+                group - 1,
+            )
         else:
             if cutlass.const_expr(registers[2] > 65536 // sig.threads):
                 cute.arch.setmaxregister_increase(registers[2])
             else:
                 cute.arch.setmaxregister_decrease(registers[2])
-            gates = (g, beta, a_log, dt_bias)
             factor(sig, tiles, numbers, rings, gates, scale, work)
+
+
+@cute.jit
+def mine(sig: cutlass.Constexpr, cu: cute.Tensor, steps, HO, cut: tuple):
+    """The work of this CTA; first -1 where there is none. cut: span and less of `lib.segment`, and
+    what to skip: 1 for the map of a first segment, 2 for all of a last one."""
+    block, _, _ = cute.arch.block_idx()
+    part = block % sig.parts
+    head = (block // sig.parts) % HO
+    slot = block // (sig.parts * HO)
+    if cutlass.const_expr(sig.phase == "whole"):
+        begin, end = segment.sequence(cu, slot, steps, sig.n)
+        chunks = cute.ceil_div(end - begin, C)
+        return Work(slot, head, part, begin, end, chunks, slot, Int32(0), Int32(1))
+    span, less, skip = cut
+    seq, at, count, begin, end = segment.locate(cu, slot, steps, span, less, sig.n)
+    last = Int32(1) if at == count - 1 else Int32(0)
+    idle = at >= count
+    if cutlass.const_expr(sig.phase == "open"):
+        is_map = part * sig.rows >= sig.V
+        idle = idle or (skip >= 2 and last == 1) or (skip % 2 == 1 and at == 0 and is_map)
+    first = at * span
+    length = span
+    if at == count - 1 and count > 1:
+        first -= less
+    if at == count - 2:
+        length -= less
+    begin = cutlass.min(begin + first, end)
+    end = cutlass.min(begin + length, end)
+    chunks = cute.ceil_div(end - begin, C)
+    if idle:
+        chunks, last, first = Int32(0), Int32(0), Int32(-1)
+    return Work(seq, head, part, begin, end, chunks, slot, first, last)
 
 
 # What is compiled, and looked at, without a GPU.
@@ -232,4 +271,10 @@ SIGNATURES = (
     Forward(rows=64, gate="linear", g="bfloat16", beta="bfloat16", final="float32"),
     Forward(K=64, V=64, rows=64, offsets="int64", final="float32"),
     Forward(K=64, V=128, rows=128),
+    Forward(phase="open"),
+    Forward(phase="open", norm=True, sigmoid=True, rows=64),
+    Forward(phase="close", final="float32"),
+    Forward(n=2, final="float32", norm=True),
+    Forward(n=4, rows=64, final="float32"),
+    Forward(final="float32", checkpoints="bfloat16", every=64),
 )

@@ -19,16 +19,20 @@ __all__ = ["invert", "keys", "values"]
 
 
 @cute.jit
-def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, head_q, head_k, work):
+def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
     """Warp 0: every chunk's K and Q."""
     pipe_q, pipe_k = rings.Q, rings.K
     begin, end, shape = work.begin, work.end, (C, sig.K)
-    to_q, from_q = ragged.partition(
-        atoms[0], tiles.Q, ragged.tiles(views[0], head_q, begin, end, shape)
-    )
+    head_q, head_k = work.head // groups[0], work.head // groups[1]
     to_k, from_k = ragged.partition(
         atoms[1], tiles.K, ragged.tiles(views[1], head_k, begin, end, shape)
     )
+    if cutlass.const_expr(sig.outputs):
+        begin, end = begin // sig.n, end // sig.n
+        if cutlass.const_expr(sig.n == 1):
+            to_q, from_q = ragged.partition(
+                atoms[0], tiles.Q, ragged.tiles(views[0], head_q, begin, end, shape)
+            )
     at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, K_STAGES)
     for c in cutlass.range(work.chunks, unroll=1):
@@ -36,24 +40,33 @@ def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, head_q, head_k, wor
         bar = pipe_k.producer_get_barrier(at_k)
         cute.copy(atoms[1], from_k[None, c, 0], to_k[None, at_k.index], tma_bar_ptr=bar)
         at_k.advance()
-        pipe_q.producer_acquire(at_q)
-        bar = pipe_q.producer_get_barrier(at_q)
-        cute.copy(atoms[0], from_q[None, c, 0], to_q[None, at_q.index], tma_bar_ptr=bar)
-        at_q.advance()
+        if cutlass.const_expr(sig.outputs):
+            pipe_q.producer_acquire(at_q)
+            bar = pipe_q.producer_get_barrier(at_q)
+            if cutlass.const_expr(sig.n == 1):
+                cute.copy(atoms[0], from_q[None, c, 0], to_q[None, at_q.index], tma_bar_ptr=bar)
+            else:  # C rows, of which this chunk has the first C / n
+                start = begin + c * sig.queries
+                to, source = ragged.partition(
+                    atoms[0], tiles.Q, ragged.tiles(views[0], head_q, start, end, shape)
+                )
+                cute.copy(atoms[0], source[None, 0, 0], to[None, at_q.index], tma_bar_ptr=bar)
+            at_q.advance()
 
 
 @cute.jit
-def values(sig: cutlass.Constexpr, atoms, views, tiles, rings, head, work):
+def values(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
     """Warp 1: every chunk's rows of V."""
-    pipe, atom = rings.V, atoms[2]
+    pipe, atom, head = rings.V, atoms[2], work.head // groups[2]
     to, source = ragged.partition(
         atom, tiles.V, ragged.tiles(views[2], head, work.begin, work.end, (C, sig.rows))
     )
     at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, V_STAGES)
+    part = work.part % (sig.V // sig.rows)  # a map's is not used
     for c in cutlass.range(work.chunks, unroll=1):
         pipe.producer_acquire(at)
         bar = pipe.producer_get_barrier(at)
-        cute.copy(atom, source[None, c, work.part], to[None, at.index], tma_bar_ptr=bar)
+        cute.copy(atom, source[None, c, part], to[None, at.index], tma_bar_ptr=bar)
         at.advance()
 
 

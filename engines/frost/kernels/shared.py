@@ -24,7 +24,11 @@ __all__ = ["Numbers", "Rings", "Tiles", "Work", "allocate", "layouts"]
 
 
 class Work(NamedTuple):
-    """What one CTA computes: `part` counts slices of V, tokens are begin to end - 1."""
+    """What one CTA computes: `part` counts slices of V, steps are begin to end - 1.
+
+    A sequence that is cut: `slot` is the segment's, `first` its first step within the sequence,
+    `last` 1 for the last segment.
+    """
 
     seq: Int32
     head: Int32
@@ -32,10 +36,13 @@ class Work(NamedTuple):
     begin: Int32
     end: Int32
     chunks: Int32
+    slot: Int32
+    first: Int32
+    last: Int32
 
 
 class Tiles(NamedTuple):
-    """Tiles in the swizzle, [rows, columns, stages]."""
+    """Tiles in the swizzle, [rows, columns, stages]. Q, O and P: None without outputs."""
 
     Q: cute.Tensor
     K: cute.Tensor
@@ -73,7 +80,7 @@ def layouts(sig):
         ragged.swizzled(sig.io, C, sig.K, Q_STAGES),
         ragged.swizzled(sig.io, C, sig.K, K_STAGES),
         ragged.swizzled(sig.io, C, sig.rows, V_STAGES),
-        ragged.swizzled(sig.io, C, SLICE, O_STAGES * sig.slices),
+        ragged.swizzled(sig.io, sig.queries, SLICE, O_STAGES * sig.slices),
         ragged.swizzled(sig.io, C, C, FACTOR_STAGES),
     )
 
@@ -85,9 +92,12 @@ def allocate(sig, laid):
         smem.allocate_array(Int64, 2 * stages)
         for stages in (K_STAGES, Q_STAGES, V_STAGES, FACTOR_STAGES, BLOCK_STAGES)
     )
-    tiles = Tiles(
-        *(smem.allocate_tensor(sig.io, lay.outer, 1024, lay.inner) for lay in (*laid, laid[-1]))
-    )
+    made = [
+        smem.allocate_tensor(sig.io, laid[at].outer, 1024, laid[at].inner) if held else None
+        for at, held in ((0, sig.outputs), (1, True), (2, True), (3, sig.outputs), (4, True),
+                         (4, sig.outputs))
+    ]  # fmt: skip
+    tiles = Tiles(*made)
 
     def numbers(*shape, align=128):
         return smem.allocate_tensor(Float32, cute.make_layout(shape), align)
@@ -103,7 +113,7 @@ def allocate(sig, laid):
     advancing = 4 * sig.slices  # warps
     nbytes = C * sig.io.width // 8
     K = loaded(bar_k, K_STAGES, nbytes * sig.K, advancing + 4)
-    Q = loaded(bar_q, Q_STAGES, nbytes * sig.K, advancing + 4)
+    Q = loaded(bar_q, Q_STAGES, nbytes * sig.K, advancing + 4) if sig.outputs else None
     V = loaded(bar_v, V_STAGES, nbytes * sig.rows, advancing)
     factors = written(bar_f, FACTOR_STAGES, 6, advancing)
     blocks = written(bar_b, BLOCK_STAGES, 4, 2)

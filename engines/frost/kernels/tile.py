@@ -14,6 +14,7 @@ __all__ = [
     "REGISTERS",
     "SLICE",
     "STAGGER",
+    "SUBSTEPS",
     "V_STAGES",
     "WRITE",
 ]
@@ -28,3 +29,4 @@ STAGGER = True  # two advancing warpgroups start a chunk in turn
 # Registers a thread by warpgroup (load, advance, factor), by the number of advancing warpgroups:
 # together at most 65536 a CTA.
 REGISTERS = {1: (96, 240, 128), 2: (48, 192, 80)}
+SUBSTEPS = {1: (96, 240, 128), 2: (48, 176, 112)}  # with fewer queries, whose masks are longer

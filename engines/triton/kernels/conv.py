@@ -29,7 +29,7 @@ halves for R where the rows are 16-bit.
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.gate import sigmoid
+from lagraph.engines.triton.kernels.gate import LOG2E
 
 __all__ = [
     "conv_backward_kernel",
@@ -41,13 +41,23 @@ __all__ = [
 
 
 @triton.jit
+def _sigmoid(b_x):
+    """Two special functions and no division, whose range checks cost as much as the convolution.
+
+    An overflow of exp2 gives 0, as it should.
+    """
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_x * -LOG2E))
+    return b_r * b_r
+
+
+@triton.jit
 def silu(b_x):
-    return b_x * sigmoid(b_x)
+    return b_x * _sigmoid(b_x)
 
 
 @triton.jit
 def silu_slope(b_x):
-    b_s = sigmoid(b_x)
+    b_s = _sigmoid(b_x)
     return b_s * (1.0 + b_x * (1.0 - b_s))
 
 
@@ -199,6 +209,69 @@ def conv_kernel(
                 b_x = b_x + (b_win[j + 1],)
 
 
+@triton.jit
+def _group(
+    b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_g, i_c, i_0, i_1,
+    length, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
+    MASKED: tl.constexpr, OWN: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """R rows from i_g on: their dz, and dx of the W - 1 rows before them, up to i_1.
+
+    MASKED: rows from `length` on are not read; their dz is zero. OWN: they count for dw.
+    """
+    H: tl.constexpr = W - 1
+    m_c = o_c < C
+    b_xs = ()
+    b_ys = ()
+    p_xg = p_x + i_g * s_xt
+    p_yg = p_dy + i_g * s_yt
+    for r in tl.static_range(R):
+        m_t = _only(o_c, i_g + r < length, C) if MASKED else m_c
+        b_xs = b_xs + (tl.load(p_xg + r * s_xt, mask=m_t, other=0.0),)
+        b_ys = b_ys + (tl.load(p_yg + r * s_yt, mask=m_t, other=0.0),)
+    p_out = p_dx + (i_g - H) * C
+    for r in tl.static_range(R):
+        b_win = b_x + (b_xs[r].to(tl.float32),)
+        b_dz = b_ys[r].to(tl.float32)
+        if SLOPE is not None:
+            b_pre = b_w[0] * b_win[0]
+            for j in tl.static_range(1, W):
+                b_pre += b_w[j] * b_win[j]
+            # Past the end dy is zero, and the slope finite where the outputs before are.
+            b_dz = b_dz * SLOPE(b_pre)
+        b_zin = b_z + (b_dz,)
+        # dx of row i_p, whose last use is here.
+        b_dx = b_w[H] * b_zin[0]
+        for j in tl.static_range(1, W):
+            b_dx += b_w[H - j] * b_zin[j]
+        i_p = i_g + (r - H)
+        if p_df is not None:
+            i_f = i_p - (length - H)
+            m_f = _only(o_c, (i_f >= 0) & (i_f < H), C)
+            b_dx += tl.load(p_df + i_f * s_fw, mask=m_f, other=0.0).to(tl.float32)
+        if MASKED:
+            m_p = _only(o_c, (i_p >= i_0) & (i_p < i_1), C)
+        elif r < H:
+            m_p = _only(o_c, i_p >= i_0, C)
+        else:
+            m_p = m_c
+        tl.store(p_out + r * C, b_dx.to(p_dx.dtype.element_ty), mask=m_p)
+        if p_dh is not None:
+            m_p = _only(o_c, (i_p < 0) & (i_c == 0), C)
+            tl.store(p_dh + (i_p + H) * C, b_dx.to(p_dh.dtype.element_ty), mask=m_p)
+        if OWN:
+            b_new = ()
+            for j in tl.static_range(W):
+                b_new = b_new + (b_dw[j] + b_dz * b_win[j],)
+            b_dw = b_new
+        b_x = ()
+        b_z = ()
+        for j in tl.static_range(H):
+            b_x = b_x + (b_win[j + 1],)
+            b_z = b_z + (b_zin[j + 1],)
+    return b_x, b_z, b_dw
+
+
 @triton.jit(do_not_specialize=["N", "T", "per", "rows"], do_not_specialize_on_alignment=["p_cu"])
 def conv_backward_kernel(
     p_x,
@@ -279,48 +352,24 @@ def conv_backward_kernel(
         b_x = b_x + (_row(p_x, p_h, s_xt, s_hw, o_c, i_0 + (j - H), live, live, C, W),)
         b_z = b_z + (tl.zeros([BC], tl.float32),)
 
-    for i_g in range(i_0, i_1 + H, R):
-        b_xs = ()
-        b_ys = ()
-        for r in tl.static_range(R):
-            m_t = _only(o_c, (i_g + r < length) & (i_g + r < i_1 + H), C)
-            b_xs = b_xs + (tl.load(p_x + (i_g + r) * s_xt, mask=m_t, other=0.0),)
-            b_ys = b_ys + (tl.load(p_dy + (i_g + r) * s_yt, mask=m_t, other=0.0),)
-        for r in tl.static_range(R):
-            i_t = i_g + r
-            b_win = b_x + (b_xs[r].to(tl.float32),)
-            b_dz = b_ys[r].to(tl.float32)
-            if SLOPE is not None:
-                b_pre = b_w[0] * b_win[0]
-                for j in tl.static_range(1, W):
-                    b_pre += b_w[j] * b_win[j]
-                b_dz = tl.where(i_t < length, b_dz * SLOPE(b_pre), 0.0)
-            b_zin = b_z + (b_dz,)
-            # dx of row i_p, whose last use is here.
-            i_p = i_t - H
-            b_dx = b_w[H] * b_zin[0]
-            for j in tl.static_range(1, W):
-                b_dx += b_w[H - j] * b_zin[j]
-            if p_df is not None:
-                i_f = i_p - (length - H)
-                m_f = _only(o_c, (i_f >= 0) & (i_f < H), C)
-                b_dx += tl.load(p_df + i_f * s_fw, mask=m_f, other=0.0).to(tl.float32)
-            m_p = _only(o_c, (i_p >= i_0) & (i_p < i_1), C)
-            tl.store(p_dx + i_p * C, b_dx.to(p_dx.dtype.element_ty), mask=m_p)
-            if p_dh is not None:
-                m_p = _only(o_c, (i_p < 0) & (i_c == 0), C)
-                tl.store(p_dh + (i_p + H) * C, b_dx.to(p_dh.dtype.element_ty), mask=m_p)
-            if p_dw is not None:
-                b_own = tl.where(i_t < i_1, b_dz, 0.0)
-                b_new = ()
-                for j in tl.static_range(W):
-                    b_new = b_new + (b_dw[j] + b_own * b_win[j],)
-                b_dw = b_new
-            b_x = ()
-            b_z = ()
-            for j in tl.static_range(H):
-                b_x = b_x + (b_win[j + 1],)
-                b_z = b_z + (b_zin[j + 1],)
+    # Whole groups without masks, then what is left, then the rows that dx waits for.
+    i_2 = i_0 + (i_1 - i_0) // R * R
+    for i_g in range(i_0, i_2, R):
+        b_x, b_z, b_dw = _group(
+            b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_g, i_c,
+            i_0, i_1, length, C, W, BC, R, False, True, SLOPE,
+        )  # fmt: skip
+    i_3 = i_2
+    for i_g in range(i_2, i_1, R):  # once at most
+        b_x, b_z, b_dw = _group(
+            b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_g, i_c,
+            i_0, i_1, length, C, W, BC, R, True, True, SLOPE,
+        )  # fmt: skip
+        i_3 += R
+    _group(
+        b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_3, i_c,
+        i_0, i_1, length, C, W, BC, H, True, False, SLOPE,
+    )  # fmt: skip
 
     if p_dw is not None:
         for j in tl.static_range(W):

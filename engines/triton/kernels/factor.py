@@ -268,6 +268,20 @@ def rest(b_x, IO: tl.constexpr):
 
 
 @triton.jit
+def refined(b_u, b_r, b_v, b_t, p_tl, C: tl.constexpr, PREC: tl.constexpr):
+    """U^T = (R^T + V^T) T^T [BV, C], made of rounded operands, with the products of what rounding
+    took from T (at p_tl) and from R. V is io itself, or None where it is part of R."""
+    IO: tl.constexpr = b_t.dtype
+    o_i = tl.arange(0, C)
+    m_up = o_i[None, :] >= o_i[:, None]
+    b_tl = tl.load(p_tl + o_i[None, :] * C + o_i[:, None], mask=m_up, other=0.0)
+    b_u = tl.dot(b_r.to(IO), b_tl, b_u, input_precision=PREC)
+    if b_v is not None:
+        b_u = tl.dot(tl.trans(b_v), b_tl, b_u, input_precision=PREC)
+    return tl.dot(rest(b_r, IO), tl.trans(b_t), b_u, input_precision=PREC)
+
+
+@triton.jit
 def store_inverse(p_t, p_x, tile, b_write, C: tl.constexpr, SPLIT: tl.constexpr):
     """T = X diag(write) in io dtype from X [C, C] fp32; with SPLIT, what follows it."""
     IO: tl.constexpr = p_t.dtype.element_ty

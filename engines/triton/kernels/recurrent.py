@@ -12,11 +12,14 @@ token (NS) decay before the first of them and read after the last.
 `recurrent_kernel`: one program per (sequence, head, V-slice), whose loop loads the next update's
 rows while it works on this one. Small slices in one warp: no barrier, many programs.
 
-`decode_kernel`: one token of each sequence, from packed post-convolution QKV, raw gates and
-strengths: normalizes, activates, updates a pool row in place and writes the output. One program per
-(sequence, head, V-slice); every load is under way before the first is waited for, but those of the
-state wait for the pool index. Traffic is the state, read and written once; a tile has BV BK
-elements, 16 bytes a load.
+`decode_kernel`: T tokens of each sequence, one as a rule, from packed post-convolution QKV, raw
+gates and strengths: normalizes, activates, updates a pool row in place, or writes the state after
+every token and leaves the pool, and writes the output. One program per (sequence, head, V-slice);
+every load is under way before the first is waited for, but those of the state wait for the pool
+index. Traffic is the state, read and written once; a tile has BV BK elements, 16 bytes a load.
+
+`accept_kernel`: of the states after every token, the one after the last accepted token becomes the
+pool's row: a copy, 16 bytes a load.
 
 Pool rows are dense [HO, V, K]; the stride between rows is free. A row number below PAD, or past the
 pool, is padding: zero output, nothing read or written. Without the has flag a row is not read.
@@ -30,7 +33,7 @@ import triton.language as tl
 from lagraph.engines.triton.kernels.factor import NORM_EPS
 from lagraph.engines.triton.kernels.gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
 
-__all__ = ["decode_kernel", "recurrent_kernel"]
+__all__ = ["DECODE", "accept_kernel", "recurrent_kernel"]
 
 
 @triton.jit
@@ -333,7 +336,64 @@ def recurrent_kernel(
         tl.store(p_tile, b_s.to(p_ht.dtype.element_ty), mask=m_tile)
 
 
-@triton.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["p_index", "p_has"])
+@triton.jit
+def _updates(
+    b_s, b_q, b_ks, b_vs, b_bs, b_w, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr,
+    NS: tl.constexpr,
+):  # fmt: skip
+    """The state [BV, BK] after NS updates without decay, and its reading S q [BV].
+
+    Every reduction over the tile reads the state before the first update: what update j adds to
+    what a later one erases along e is (k_j . e) u_j.
+    """
+    b_o = tl.sum(b_s * b_q[None, :], axis=1)
+    b_us = ()
+    for i in tl.static_range(NS):
+        if DELTA:
+            b_e = b_bs[i] * b_ks[i] if ERASE_KEY else b_ks[i]
+            b_r = tl.sum(b_s * b_e[None, :], axis=1)
+            for j in tl.static_range(i):
+                b_r += tl.sum(b_ks[j] * b_e) * b_us[j]
+            b_u = b_w * b_vs[i] - b_r if ERASE_KEY else b_bs[i] * (b_vs[i] - b_r)
+        else:
+            b_u = b_bs[i] * b_vs[i]
+        b_us = b_us + (b_u,)
+    for i in tl.static_range(NS):
+        b_o += tl.sum(b_ks[i] * b_q) * b_us[i]
+        b_s += b_us[i][:, None] * b_ks[i][None, :]
+    return b_s, b_o
+
+
+@triton.jit
+def _token(
+    p_q, p_k, p_v, p_g, p_beta, p_w, p_z, m, s_bs, o_k, o_v, HK: tl.constexpr, HO: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, NS: tl.constexpr, KEY_GATE: tl.constexpr,
+    ERASE_KEY: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """Loads of a token where the scalar m holds: q, keys, values, strengths, gate, w and z."""
+    m_k = _only(o_k, m, K)
+    m_v = _only(o_v, m, V)
+    b_q = _vector(p_q, o_k, m_k)
+    b_ks = ()
+    b_vs = ()
+    b_bs = ()
+    for i in tl.static_range(NS):
+        b_ks = b_ks + (_vector(p_k, i * (HK * K) + o_k, m_k),)
+        b_vs = b_vs + (_vector(p_v, i * (HO * V) + o_v, m_v),)
+        if ERASE_KEY:
+            b_bs = b_bs + (_vector(p_beta, i * s_bs + o_k, m_k),)
+        elif DELTA:
+            b_bs = b_bs + (tl.load(p_beta + i * s_bs, mask=m, other=0.0).to(tl.float32),)
+    b_g = _vector(p_g, o_k, m_k) if KEY_GATE else tl.load(p_g, mask=m, other=0.0).to(tl.float32)
+    b_w = b_vs[0]
+    if p_w is not None:
+        b_w = _vector(p_w, o_v, m_v)
+    b_z = b_vs[0]
+    if p_z is not None:
+        b_z = _vector(p_z, o_v, m_v)
+    return b_q, b_ks, b_vs, b_bs, b_g, b_w, b_z
+
+
 def decode_kernel(
     p_x,
     p_g,
@@ -348,20 +408,28 @@ def decode_kernel(
     p_index,
     p_has,
     p_o,
+    p_states,
     P,
+    T,
+    keep,
     scale,
     lower,
     dt_min,
     dt_max,
-    s_x,
+    s_xn,
+    s_xt,
     s_gn,
+    s_gt,
     s_gh,
     s_bn,
+    s_bt,
     s_bs,
     s_bh,
     s_wn,
+    s_wt,
     s_wh,
     s_zn,
+    s_zt,
     s_zh,
     s_dh,
     s_dv,
@@ -375,6 +443,7 @@ def decode_kernel(
     NS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    UNIT: tl.constexpr,
     PAD: tl.constexpr,
     GATE: tl.constexpr,
     KEY_GATE: tl.constexpr,
@@ -401,24 +470,32 @@ def decode_kernel(
     o_v = (pid % NV).to(tl.int32) * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    p_x += i_n * s_x
-    p_g += i_n * s_gn + i_h * s_gh
+    # Strides of vectors are counted in UNIT elements, which tells how they are aligned.
+    U_G: tl.constexpr = UNIT if KEY_GATE else 1
+    U_B: tl.constexpr = UNIT if ERASE_KEY else 1
+    s_xt = s_xt * UNIT
+    s_gt = s_gt * U_G
+    p_x += i_n * (s_xn * UNIT)
+    p_q = p_x + (AT_Q + i_k * K)
+    p_k = p_x + (AT_K + i_k * K)
+    p_v = p_x + (AT_V + i_h * V)
+    p_g += i_n * (s_gn * U_G) + i_h * (s_gh * U_G)
     if DELTA:
-        p_beta += i_n * s_bn + i_h * s_bh
+        s_bt = s_bt * U_B
+        s_bs = s_bs * U_B
+        p_beta += i_n * (s_bn * U_B) + i_h * (s_bh * U_B)
+    if p_w is not None:
+        s_wt = s_wt * UNIT
+        p_w += i_n * (s_wn * UNIT) + i_h * (s_wh * UNIT)
+    if p_z is not None:
+        s_zt = s_zt * UNIT
+        p_z += i_n * (s_zn * UNIT) + i_h * (s_zh * UNIT)
 
     # Everything but the state, while its row number is on the way.
-    b_q = _vector(p_x, AT_Q + i_k * K + o_k, m_k)
-    b_ks = ()
-    b_vs = ()
-    b_bs = ()
-    for i_u in tl.static_range(NS):
-        b_ks = b_ks + (_vector(p_x, AT_K + (i_u * HK + i_k) * K + o_k, m_k),)
-        b_vs = b_vs + (_vector(p_x, AT_V + (i_u * HO + i_h) * V + o_v, m_v),)
-        if ERASE_KEY:
-            b_bs = b_bs + (_vector(p_beta, i_u * s_bs + o_k, m_k),)
-        elif DELTA:
-            b_bs = b_bs + (tl.load(p_beta + i_u * s_bs).to(tl.float32),)
-    b_g = _vector(p_g, o_k, m_k) if KEY_GATE else tl.load(p_g).to(tl.float32)
+    b_q, b_ks, b_vs, b_bs, b_g, b_w, b_z = _token(
+        p_q, p_k, p_v, p_g, p_beta, p_w, p_z, T > 0, s_bs, o_k, o_v, HK, HO, K, V, NS, KEY_GATE,
+        ERASE_KEY, DELTA,
+    )  # fmt: skip
     amp = amplitude(p_alog, i_h)
     if p_bias is None:
         b_bias = 0.0
@@ -426,11 +503,6 @@ def decode_kernel(
         b_bias = _vector(p_bias, i_h * K + o_k, m_k)
     else:
         b_bias = tl.load(p_bias + i_h).to(tl.float32)
-    b_w = b_vs[0]
-    if p_w is not None:
-        b_w = _vector(p_w, i_n * s_wn + i_h * s_wh + o_v, m_v)
-    if p_z is not None:
-        b_z = _vector(p_z, i_n * s_zn + i_h * s_zh + o_v, m_v)
     if p_d is not None:
         b_d = _vector(p_d, i_h * s_dh + o_v * s_dv, m_v)
     if not DELTA:
@@ -441,32 +513,123 @@ def decode_kernel(
     known = live
     if p_has is not None:
         known = live & (tl.load(p_has + i_n * s_has) != 0)
-    p_s += i_s * s_sn + i_h * (V * K) + o_v[:, None] * K + o_k[None, :]
+    o_tile = o_v[:, None] * K + o_k[None, :]
+    p_s += i_s * (s_sn * UNIT) + i_h * (V * K)
     m_tile = _only(o_v, known, V)[:, None] & m_k[None, :]
-    b_s = tl.load(p_s, mask=m_tile, other=0.0).to(tl.float32)
-
-    b_q = _unit(b_q, NORM) * scale
-    if GATE == "ssd":
-        b_dt = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
-        b_g = b_rate * b_dt * LOG2E
-    else:
-        b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
-    b_a = tl.exp2(b_g)
-    for i_u in tl.static_range(NS):
-        b_k = _unit(b_ks[i_u], NORM)
-        b_b = _strength(b_bs[i_u], SIGMOID, DOUBLE) if DELTA else b_dt
-        if GUARD:
-            b_b = _guard(b_b, b_k, b_g, m_k, IO)
-        # The token's decay belongs to its first update.
-        b_s, b_o = _update(
-            b_s, b_q, b_k, b_vs[i_u], b_a if i_u == 0 else 1.0, b_b, b_w, DELTA,
-            KEY_GATE and i_u == 0, ERASE_KEY,
-        )  # fmt: skip
-    if p_d is not None:
-        b_o += b_d * b_vs[0]
-    if p_z is not None:
-        b_o *= b_z * sigmoid(b_z)
-    b_o = tl.where(live, b_o, 0.0)
-    tl.store(p_o + (i_n * HO + i_h) * V + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
+    b_s = tl.load(p_s + o_tile, mask=m_tile, other=0.0).to(tl.float32)
     m_tile = _only(o_v, live, V)[:, None] & m_k[None, :]
-    tl.store(p_s, b_s.to(p_s.dtype.element_ty), mask=m_tile)
+    p_o += (i_n * T * HO + i_h) * V
+    p_states += (i_n * T * HO + i_h) * (V * K)
+
+    for i_t in range(0, T):
+        b_q = _unit(b_q, NORM) * scale
+        if GATE == "ssd":
+            b_dt = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
+            b_g = b_rate * b_dt * LOG2E
+        else:
+            b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
+        b_kn = ()
+        b_bn = ()
+        for i in tl.static_range(NS):
+            b_k = _unit(b_ks[i], NORM)
+            b_b = _strength(b_bs[i], SIGMOID, DOUBLE) if DELTA else b_dt
+            if GUARD:
+                b_b = _guard(b_b, b_k, b_g, m_k, IO)
+            b_kn = b_kn + (b_k,)
+            b_bn = b_bn + (b_b,)
+        # The token's decay belongs to its first update.
+        b_a = tl.exp2(b_g)
+        b_s = b_s * (b_a[None, :] if KEY_GATE else b_a)
+        b_s, b_o = _updates(b_s, b_q, b_kn, b_vs, b_bn, b_w, DELTA, ERASE_KEY, NS)
+        if p_d is not None:
+            b_o += b_d * b_vs[0]
+        if p_z is not None:
+            b_o *= b_z * sigmoid(b_z)
+        b_o = tl.where(live, b_o, 0.0)
+        tl.store(p_o + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
+        p_o += HO * V
+        if keep != 0:
+            tl.store(p_states + o_tile, b_s.to(p_states.dtype.element_ty), mask=m_tile)
+            p_states += HO * V * K
+
+        # Not before the stores: a second set of rows in registers would cost more than it hides.
+        p_q += s_xt
+        p_k += s_xt
+        p_v += s_xt
+        p_g += s_gt
+        if DELTA:
+            p_beta += s_bt
+        if p_w is not None:
+            p_w += s_wt
+        if p_z is not None:
+            p_z += s_zt
+        b_q, b_ks, b_vs, b_bs, b_g, b_w, b_z = _token(
+            p_q, p_k, p_v, p_g, p_beta, p_w, p_z, i_t + 1 < T, s_bs, o_k, o_v, HK, HO, K, V, NS,
+            KEY_GATE, ERASE_KEY, DELTA,
+        )  # fmt: skip
+
+    if keep == 0:
+        tl.store(p_s + o_tile, b_s.to(p_s.dtype.element_ty), mask=m_tile)
+
+
+def _decode(scalars):
+    """The kernel where these arguments are scalars, whose alignment is no matter.
+
+    Strides, T and `keep` choose no binary: one token and several of them, a pool that is advanced
+    and one that is only read have the same bits, because the same instructions run.
+    """
+    sizes = ["P", "T", "keep", "s_sn", "s_index", "s_has", "s_xn", "s_xt", "s_bs"]
+    sizes += [f"s_{x}{axis}" for x in "gbwz" for axis in "nth"]
+    return triton.jit(
+        do_not_specialize=sizes, do_not_specialize_on_alignment=["p_index", "p_has", *scalars]
+    )(decode_kernel)
+
+
+# By whether the gate and the strength have key channels.
+DECODE = {
+    (False, False): _decode(("p_g", "p_beta")),
+    (True, False): _decode(("p_beta",)),
+    (True, True): _decode(()),
+}
+
+
+@triton.jit(
+    do_not_specialize=["P", "T", "s_index", "s_count", "s_cu"],
+    do_not_specialize_on_alignment=["p_index", "p_count", "p_cu"],
+)
+def accept_kernel(
+    p_pool,
+    p_index,
+    p_states,
+    p_count,
+    p_cu,
+    P,
+    T,
+    s_pool,
+    s_index,
+    s_count,
+    s_cu,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """One program per (sequence, BLOCK elements of a row of SIZE)."""
+    NB: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0).to(tl.int64)
+    i_n = pid // NB
+    i_s = tl.load(p_index + i_n * s_index).to(tl.int64)
+    count = tl.load(p_count + i_n * s_count).to(tl.int64)
+    if p_cu is None:
+        begin = i_n * T
+        length = tl.zeros([], tl.int64) + T
+    else:
+        begin = tl.minimum(tl.maximum(tl.load(p_cu + i_n * s_cu).to(tl.int64), 0), T)
+        length = tl.minimum(tl.load(p_cu + (i_n + 1) * s_cu).to(tl.int64), T) - begin
+    count = tl.minimum(count, length)
+    live = (i_s >= PAD) & (i_s < P) & (count > 0)
+    row = tl.where(live, begin + count - 1, 0)
+    o_x = (pid % NB).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+    m_x = _only(o_x, live, SIZE)
+    b_x = tl.load(p_states + row * SIZE + o_x, mask=m_x, other=0.0)
+    p_pool += tl.where(live, i_s, 0) * s_pool
+    tl.store(p_pool + o_x, b_x.to(p_pool.dtype.element_ty), mask=m_x)

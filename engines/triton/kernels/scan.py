@@ -35,7 +35,7 @@ leave SMs idle (see `segment`). Segments take two launches and `link_kernel` bet
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, rest
+from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, refined
 from lagraph.engines.triton.kernels.gate import growth, sigmoid
 from lagraph.engines.triton.kernels.index import ROWS, checkpoint_base, query_rows, sequence_span
 from lagraph.engines.triton.kernels.segment import locate_segment, sequence_segments
@@ -138,7 +138,8 @@ def _advance(
     p_qh = p_q + (i_h // (HO // H)) * s_qh if p_o is not None else p_kh
     # Tiles are loaded ahead by the pipeline, scalars so: the inverse's growth.
     size = inverse_growth(p_t, (first + i_first) * HO + i_h, C, SPLIT)
-    # Whether gates have made the state grow. Another write strength leaves no registers for that.
+    # Where gates have made the state grow, what has reached TOP is infinite at the end. Another
+    # write strength leaves no registers to keep the largest gate.
     SATURATE: tl.constexpr = DELTA and p_w is None
     risen = 0.0
     for i_c in range(i_first, i_last):
@@ -240,14 +241,9 @@ def _advance(
             if flag:
                 # What rounding took from T^T, times what it left of the rest, and the reverse: what
                 # U lacks, beside what its own rounding took.
-                o_up = o_i[None, :] * C + o_i[:, None]
-                m_up = o_i[None, :] >= o_i[:, None]
-                b_tl = tl.load(p_tt + C * C + o_up, mask=m_up, other=0.0)
-                b_u = tl.dot(b_r16, b_tl, b_u, input_precision=PREC)
-                if p_v is not None:  # noqa: SIM102
-                    if p_w is None:
-                        b_u = tl.dot(tl.trans(b_v), b_tl, b_u, input_precision=PREC)
-                b_u = tl.dot(rest(b_r, IO), tl.trans(b_t), b_u, input_precision=PREC)
+                # V of another write strength is part of R.
+                b_vt = b_v if p_v is not None and p_w is None else None
+                b_u = refined(b_u, b_r, b_vt, b_t, p_tt + C * C, C, PREC)
                 b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
                 if p_o is not None:
                     b_o = tl.dot(b_ul, tl.trans(b_p), b_o, input_precision=PREC)

@@ -17,7 +17,7 @@ Loads of one chunk: (1 or 2) C K + C V + C C io elements, staged by the software
 import triton
 import triton.language as tl
 
-from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, load_beta, rest
+from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, load_beta, refined
 from lagraph.engines.triton.kernels.index import ROWS, checkpoint_base, locate, sequence_span
 
 __all__ = ["states_kernel"]
@@ -176,11 +176,7 @@ def states_kernel(
                 i_x = first + tl.minimum(i_c + 1, last - 1)
                 size = inverse_growth(p_t, i_x * HO + i_h, C, SPLIT)
             if flag:
-                o_up = o_i[None, :] * C + o_i[:, None]
-                m_up = o_i[None, :] >= o_i[:, None]
-                b_tl = tl.load(p_tt + C * C + o_up, mask=m_up, other=0.0)
-                b_u = tl.dot(b_r16, b_tl, b_u, input_precision=PREC)
-                b_u = tl.dot(rest(b_r, IO), tl.trans(b_t), b_u, input_precision=PREC)
+                b_u = refined(b_u, b_r, None, b_t, p_tt + C * C, C, PREC)
                 b_ul = (b_u - b_u16.to(tl.float32)).to(IO)
                 tl.store(p_ut + C * V, b_ul)
                 if not KEY_GATE:
