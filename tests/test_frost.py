@@ -13,12 +13,15 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import fake
 import pytest
+import test_engines
 import torch
 from call import paired
+from cases import CASES, Case, Engine
 from table import pending
 
 import lagraph
@@ -1324,8 +1327,10 @@ def tokens_on_gpu(lengths, H, HO, K, V):
     "lengths", [(1, 63, 64, 65, 0, 200, 0, 517), (4096,)], ids=["ragged", "one"]
 )
 @pytest.mark.parametrize(
-    ("K", "V", "knobs"), [(128, 128, ""), (128, 128, "[rows=64]"), (128, 64, ""), (64, 64, "")]
-)
+    ("K", "V", "knobs"),
+    [(128, 128, ""), (128, 128, "[rows=64]"), (128, 128, "[segment=0]"), (128, 128, "[segment=2]"),
+     (128, 64, ""), (64, 64, "")],
+)  # fmt: skip
 def test_launches_repeat_each_other(lengths, K, V, knobs):
     """A tile that is given back too early shows in some launches, where loads are fast."""
     *x, offsets = tokens_on_gpu(lengths, 2, 4, K, V)
@@ -1337,6 +1342,57 @@ def test_launches_repeat_each_other(lengths, K, V, knobs):
         first = first or (out, final)
         assert torch.equal(out, first[0])
         assert torch.equal(final, first[1])
+
+
+CUT = Engine("frost[segment=1]", "cuda", (BF16, torch.float16), (64, 128))
+# Every case of the two families, as the engine serves it.
+SERVED_CASES = [
+    fitted for case in CASES
+    if case.family in ("gdn", "gdp") and (fitted := CUT.fit(case)) is not None
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("direction", ["forward", "summary"])
+@pytest.mark.parametrize("case", SERVED_CASES, ids=lambda case: case.id)
+def test_cut_after_every_chunk(case, direction):
+    test_engines.test_against_the_oracle(CUT, case, direction)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("family", ["gdn", "gdp"])
+@pytest.mark.parametrize(("span", "less"), [(2, 1), (3, 1), (3, 2), (8, 4)])
+def test_a_last_segment_but_one_that_is_shorter(monkeypatch, family, span, less):
+    monkeypatch.setattr(launch, "choose", lambda *shape: schedule.Choice(False, span, less, 0.0))
+    fake.forget()
+    n = 2 if family == "gdp" else 1
+    lengths = (517 // n, 0, 64, 130, 1, 63, 3)
+    case = Case(family, "", lengths=lengths, H=1, n=n, K=128, V=128, dtype=BF16)
+    try:
+        test_engines.test_against_the_oracle(replace(CUT, name="frost"), case, "forward")
+    finally:
+        fake.forget()
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_cut_call_is_captured_and_replayed_with_other_offsets():
+    *x, offsets = tokens_on_gpu((4000, 96), 2, 4, 128, 128)
+    call = partial(lagraph.ops.gated_delta_net, *x, cu_seqlens=offsets, output_final_state=True,
+                   plan_name="gdn_frost[segment=4]")  # fmt: skip
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, final = call()
+    for ends in ((0, 4000, 4096), (0, 1, 2500), (0, 0, 4096)):
+        offsets.copy_(torch.tensor(ends))
+        graph.replay()
+        want, last = call()
+        assert torch.equal(out[: ends[-1]], want[: ends[-1]])
+        assert torch.equal(final, last)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,15 @@
 """What the frost engine serves, and where it is preferred."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
 from lagraph.select import Preference, SupportTable
+
+if TYPE_CHECKING:
+    from lagraph.problem import Problem
 
 __all__ = ["KERNELS", "LINK", "PREFER", "SUPPORT"]
 
@@ -16,19 +23,34 @@ KERNELS = {
 # Joins segments.
 LINK = "lagraph.engines.frost.kernels.link:Link"
 
+MANY = 64  # heads that fill a GPU with one sequence
+
+
+def _preferred(problem: Problem) -> bool:
+    options = problem.options
+    if options.allow_neg_eigval:
+        return False
+    # Such a call neither cuts sequences nor narrows tiles.
+    return not options.batch_invariant or problem.sizes["HO"] >= MANY
+
+
 # Where the engine is chosen without a pin: where it was measured faster than those after it. A row
-# holds the measurement. One CTA walks a sequence and head, so that few of them leave SMs idle:
-# Triton cuts sequences. Strengths up to 2 amplify rounding: see docs/engines.md.
+# holds the measurement. Strengths up to 2 amplify rounding: see docs/engines.md.
+WHERE = f"without allow_neg_eigval; with batch_invariant from {MANY} heads on"
 PREFER: tuple[Preference, ...] = (
     Preference(
         "gdn",
         "forward",
-        where="64 sequences x heads or more, without allow_neg_eigval",
-        measured="H200, bf16, slow gates, ms, Triton's in brackets: 1 x 32768 tokens, 16/64 heads "
-        "1.388 (1.753) at 59c90dc; 4 x 8192, 16/32 0.349 (0.700) and 8 x 1024, 16/64 0.195 (0.360) "
-        "at 3db077f",
-        holds=lambda problem: not getattr(problem.options, "allow_neg_eigval", False),
-        least=64,
+        where=WHERE,
+        measured="H200, bf16, slow gates, ms, Triton's in brackets",
+        holds=_preferred,
+    ),
+    Preference(
+        "gdp",
+        "forward",
+        where=WHERE,
+        measured="H200, bf16, slow gates, ms, Triton's in brackets",
+        holds=_preferred,
     ),
 )
 
@@ -45,5 +67,5 @@ SUPPORT = SupportTable(
     knobs={"rows": (64, 128), "segment": (0, 1, 2, 4, 8, 16, 32, 64, 128)},
     multiples={"checkpoint_every_n_tokens": 64},
     prefer=PREFER,
-    summary="CuTe DSL kernels, SM90 alone, K and V in {64, 128}, bf16 and fp16",
+    summary="CuTe DSL kernels for GDN and GDP, SM90 alone, K and V in {64, 128}, bf16 and fp16",
 )
