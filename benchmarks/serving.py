@@ -432,7 +432,7 @@ DECODE_SHAPES = ((8, 1), (16, 1), (4, 1), (16, 2), (32, 4))  # rows of the state
 
 def tune_decode(table: Table, rate: float, families: Sequence[str]) -> None:
     """Launch shapes of one token and of several, at the largest batch."""
-    bind = registry.load("lagraph.engines.triton.recurrent:bind_decode")
+    decode = registry.load("lagraph.engines.triton.recurrent:decode")
     B = 128
     for family in families:
         traits, n = registry.family(family).traits, 2 if family == "gdp" else 1
@@ -452,10 +452,10 @@ def tune_decode(table: Table, rate: float, families: Sequence[str]) -> None:
                     indices = indices[:8]
                 for block_v, warps in DECODE_SHAPES:
                     calls = [
-                        bind(
+                        decode(
                             traits, *first, pool, index, out, **more, heads=key_heads(family),
                             substeps=n, scale=K**-0.5, block_v=block_v, warps=warps,
-                            gate="bounded" if traits.gate == "key" else "softplus",
+                            gate="bounded" if traits.gate == "key" else "softplus", bind_only=True,
                         ).run
                         for index in indices
                     ]  # fmt: skip
@@ -618,8 +618,8 @@ def compile_all(archs: Sequence[int], quick: bool) -> int:
 
     conv = registry.load("lagraph.engines.triton.conv:advance").__globals__
     scan = registry.load("lagraph.engines.triton.recurrent:recurrent_scan")
-    decode = registry.load("lagraph.engines.triton.recurrent:bind_decode")
-    accept = registry.load("lagraph.engines.triton.recurrent:bind_accept")
+    decode = registry.load("lagraph.engines.triton.recurrent:decode")
+    accept = registry.load("lagraph.engines.triton.recurrent:accept")
     found: list = []
     real = JITFunction.run
 
@@ -660,10 +660,10 @@ def compile_all(archs: Sequence[int], quick: bool) -> int:
             traits, e(B, width, dtype=dtype), e(rows[key], dtype=dtype),
             e(beta, dtype=dtype) if delta else None, pool, index, e(1, B, H, V, dtype=dtype),
             heads=HK, substeps=n, **shared,
-        ).run()  # fmt: skip
+        )  # fmt: skip
         if family == "gdn":
             kept, count = e(B, 3, H, V, K, dtype=pool_dtype), torch.zeros(B, dtype=torch.int64)
-            accept(pool, index, kept, count, None).run()
+            accept(pool, index, kept, count, None)
         sub = (n,) if n > 1 else ()
         scan(
             traits, e(1, B, HK, K, dtype=dtype), e(1, B, *sub, HK, K, dtype=dtype),

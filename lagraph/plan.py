@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -184,42 +184,8 @@ def _arch(index: int) -> int:
     return major * 10 + minor
 
 
-class Shared:
-    """Compiled plans that share an operator's calls by the number of sequences.
-
-    parts: from how many sequences on a plan serves, and how it is made, the largest number first;
-    the last serves any. A plan is made when a call first needs it; two threads may both make it.
-    """
-
-    __slots__ = ("at", "least", "made", "makers")
-
-    def __init__(self, node: Node, parts: Sequence[tuple[int, Callable[[], Any]]]) -> None:
-        self.at = node.input_names.index("cu_seqlens")
-        self.least = [*(least for least, _ in parts[:-1]), 0]
-        self.makers = [make for _, make in parts]
-        self.made: list[Any] = [None] * len(parts)
-
-    def of(self, N: int) -> Any:
-        """The plan for so many sequences."""
-        at = 0
-        while self.least[at] > N:
-            at += 1
-        if self.made[at] is None:
-            self.made[at] = self.makers[at]()
-        return self.made[at]
-
-    def workspace_size(self, T: int, N: int) -> int:
-        return self.of(N).workspace_size(T, N)
-
-    def run(self, ins: Sequence[Any], outs: Sequence[Any], workspace: Any = None) -> None:
-        self.of(ins[self.at].shape[0] - 1).run(ins, outs, workspace)
-
-
 class Plan:
-    """A problem bound to one engine's compiled plan. Immutable; any thread may run it.
-
-    name: the plan's; where calls are `Shared`, that of the plan that serves any of them.
-    """
+    """A problem bound to one engine's compiled plan. Immutable; any thread may run it."""
 
     __slots__ = (
         "__weakref__", "aliases", "call", "compiled", "cuda", "device", "dtypes", "key", "name",
@@ -227,15 +193,10 @@ class Plan:
     )  # fmt: skip
 
     def __init__(
-        self, node: Node, problem: Problem, bound: Bound, name: select.PlanName, key: Any = None,
-        shares: Sequence[tuple[int, select.PlanName]] = (),
-    ) -> None:  # fmt: skip
+        self, node: Node, problem: Problem, bound: Bound, name: select.PlanName, key: Any = None
+    ) -> None:
         self.problem, self.name, self.key = problem, str(name), key
-        if len(shares) > 1:
-            parts = [(least, partial(select.build, problem, other)) for least, other in shares]
-            self.compiled: Any = Shared(node, parts)
-        else:
-            self.compiled = select.build(problem, name)
+        self.compiled = select.build(problem, name)
         self.workspace: Callable[[int, int], int] = self.compiled.workspace_size
         self.device, self.cuda = torch.device(problem.device), problem.device == "cuda"
         if self.cuda:
@@ -446,12 +407,11 @@ class Runner:
 
     def _build(self, ins: Sequence[Any], req: Request, key: Any) -> Plan:
         problem, bound = self.problem(ins, req)
-        pin = pinned(req)
-        shares = select.shares(problem) if pin is None else ((0, select.select(problem, pin)),)
+        name = select.select(problem, pinned(req))
         with self._lock:
             plan = self.plans.get(key)
             if plan is None:
-                plan = Plan(self.node, problem, bound, shares[-1][1], key, shares)
+                plan = Plan(self.node, problem, bound, name, key)
                 while len(self.plans) >= CAPACITY:
                     self.plans.pop(next(iter(self.plans)), None)
                 self.plans[key] = plan

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lagraph.problem import Problem
     from lagraph.registry import EngineRow
 
-__all__ = ["PlanName", "Preference", "SupportTable", "Verdict", "select", "shares", "verdicts"]
+__all__ = ["PlanName", "Preference", "SupportTable", "Verdict", "select", "verdicts"]
 
 _NAME = re.compile(r"(?P<base>[a-z0-9_]+)(?:\[(?P<knobs>[^\]]*)\])?")
 
@@ -35,7 +35,6 @@ class Preference:
     """Problems for which an engine was measured faster than those after it in the registry.
 
     where: which of them, in words; holds: the same, as a predicate; None for all of them.
-    least: sequences x heads from which it is faster: fewer leave its SMs idle.
     measured: the measurement behind it: device, shapes, times of both, commit.
     """
 
@@ -44,17 +43,11 @@ class Preference:
     where: str
     measured: str
     holds: Callable[[Problem], bool] | None = None
-    least: int = 0
 
-    def sequences(self, problem: Problem) -> int | None:
-        """From how many sequences on the problem is one of them; None if it is not."""
+    def __call__(self, problem: Problem) -> bool:
+        """Whether the problem is one of them."""
         same = (problem.family, problem.direction) == (self.family, self.direction)
-        if not same or not (self.holds is None or self.holds(problem)):
-            return None
-        found = max(-(-self.least // problem.sizes["HO"]), 1)
-        # One sequence's bits may not depend on how many there are beside it.
-        invariant = getattr(problem.options, "batch_invariant", False)
-        return None if found > 1 and invariant else found
+        return same and (self.holds is None or self.holds(problem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +80,11 @@ class SupportTable:
     prefer: tuple[Preference, ...] | None = None
     summary: str = ""
 
-    def sequences(self, problem: Problem) -> int | None:
-        """From how many sequences on the engine may be chosen without a pin, where it serves the
-        problem; None if never."""
+    def chosen(self, problem: Problem) -> bool:
+        """Whether the engine may be chosen without a pin, where it serves the problem."""
         if problem.device not in self.default_on:
-            return None
-        if self.prefer is None:
-            return 1
-        found = [preference.sequences(problem) for preference in self.prefer]
-        return min((least for least in found if least is not None), default=None)
+            return False
+        return self.prefer is None or any(preference(problem) for preference in self.prefer)
 
     def reasons(self, problem: Problem) -> list[str]:
         """Why this engine declines the problem; empty if it serves it."""
@@ -168,8 +157,7 @@ class PlanName:
 class Verdict:
     """One engine's answer to one problem.
 
-    ok: it can run the problem. default: it may be chosen without a pin, whatever the number of
-    sequences. reasons: why not, in words. sequences: from how many on it may be chosen, or None.
+    ok: it can run the problem. default: it may be chosen without a pin. reasons: why not, in words.
     """
 
     plan: str
@@ -177,13 +165,10 @@ class Verdict:
     ok: bool
     default: bool
     reasons: tuple[str, ...] = ()
-    sequences: int | None = None
 
     def __str__(self) -> str:
         if self.ok and self.default:
             return f"{self.plan}: serves"
-        if self.ok and self.sequences:
-            return f"{self.plan}: serves operators of {self.sequences} sequences or more, or pinned"
         if self.ok:
             return f"{self.plan}: serves when pinned"
         return f"{self.plan}: {'; '.join(self.reasons)}"
@@ -225,9 +210,8 @@ def verdicts(problem: Problem) -> tuple[Verdict, ...]:
     for row in registry.ENGINES:
         table: SupportTable = registry.load(row.table)
         reasons = (*missing(row), *table.reasons(problem))
-        least = table.sequences(problem)
-        plan = plan_of(problem, row.name)
-        found.append(Verdict(plan, row.name, not reasons, least == 1, reasons, least))
+        default = table.chosen(problem)
+        found.append(Verdict(plan_of(problem, row.name), row.name, not reasons, default, reasons))
     return tuple(found)
 
 
@@ -238,7 +222,10 @@ def select(problem: Problem, plan_name: str | None = None) -> PlanName:
     nothing serves; both list every engine's reason.
     """
     if plan_name is None:
-        return shares(problem)[-1][1]
+        for verdict in verdicts(problem):
+            if verdict.ok and verdict.default:
+                return PlanName(verdict.plan)
+        raise NoEngine(nothing_serves(problem))
     pinned = PlanName.parse(plan_name)
     for row, verdict in zip(registry.ENGINES, verdicts(problem), strict=True):
         if verdict.plan != pinned.base:
@@ -253,21 +240,6 @@ def select(problem: Problem, plan_name: str | None = None) -> PlanName:
     raise PlanNotOffered(
         f"plan_name: no plan {pinned.base!r} for {_title(problem)}. Plans are: {offered}."
     )
-
-
-def shares(problem: Problem) -> tuple[tuple[int, PlanName], ...]:
-    """The plans that an operator's calls without a pin are shared among: each serves from so many
-    sequences on, the largest number first. How many there are is known when a call is made.
-
-    Raises `NoEngine`, with every engine's reason, where nothing serves.
-    """
-    found: list[tuple[int, PlanName]] = []
-    for verdict in verdicts(problem):
-        if verdict.ok and verdict.sequences:
-            found.append((verdict.sequences, PlanName(verdict.plan)))
-            if verdict.default:
-                return tuple(found)
-    raise NoEngine(nothing_serves(problem))
 
 
 def engine(problem: Problem, name: PlanName) -> Any:

@@ -6,10 +6,6 @@ Graphs are planned and built. What an engine can compile elsewhere is compiled i
 several at a time, into the engine's cache on disk, and loaded from there. Then, on a GPU that is
 here, each plan runs once on inputs of zeros, since some kernels are compiled, and all are put on
 the device, by their first launch.
-
-An operator's calls may be shared by two engines, by the number of sequences. A call that is made
-here runs the one; the other is prepared and run on zeros as well, so that a CUDA graph may be
-captured with any number of sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ import torch
 from lagraph import registry, select
 from lagraph.errors import InvalidOption
 from lagraph.graph import Graph
-from lagraph.plan import Plan, Shared, runner
+from lagraph.plan import Plan
 
 if TYPE_CHECKING:
     import subprocess
@@ -95,10 +91,6 @@ def warmup(
     used. A plan for a CPU has nothing to compile. A graph planned for a GPU that is not here
     (`sm_version`) is built, and not run.
 
-    After a call is made, whatever operators have planned so far is prepared for any number of
-    sequences: where that decides between two engines, the one that no call has needed yet is
-    built and run once, too.
-
     Args:
         graphs: Graphs, built plans, or calls without arguments, which are made once as they are
             (`functools.partial(ops.gated_delta_net, q, k, v, g, beta, cu_seqlens)`); one or many.
@@ -163,9 +155,6 @@ def _warm(item: Item, bar: _Bar) -> Warmed:
         called = getattr(given, "func", given)  # of a partial
         name, done = getattr(called, "__name__", type(called).__name__), "called once"
         given()
-        others = sum(map(_complete, _planned()))
-        if others:
-            done += f", {others} engine{'s' * (others > 1)} for other numbers of sequences prepared"
     else:
         name = str(item.name)
         done = "was built"
@@ -183,22 +172,6 @@ def _warm(item: Item, bar: _Bar) -> Warmed:
     return Warmed(name, done, time.perf_counter() - start)
 
 
-def _planned() -> list[Plan]:
-    """The plans that operators have made so far."""
-    return [plan for name in registry.nodes() for plan in list(runner(name).plans.values())]
-
-
-def _complete(plan: Plan) -> int:
-    """Make and run what a plan that engines share has not needed yet; how many there were."""
-    shared = plan.compiled
-    if not isinstance(shared, Shared):
-        return 0
-    missing = [max(least, 1) for least, made in zip(shared.least, shared.made) if made is None]
-    for N in missing:
-        _run(plan, plan.problem, N)
-    return len(missing)
-
-
 # Running once -------------------------------------------------------------------------------------
 
 
@@ -209,13 +182,13 @@ def _is_here(problem: Problem) -> bool:
     return major * 10 + minor == problem.arch
 
 
-def _run(given: Graph | Plan, problem: Problem, sequences: int = SEQUENCES) -> tuple[int, int]:
+def _run(given: Graph | Plan, problem: Problem) -> tuple[int, int]:
     """Run a graph or a plan once on inputs of zeros, and wait for it."""
     device = torch.device(problem.device)
     if device.type == "cuda":
         device = torch.device("cuda", problem.index)
     executor = given._executor if isinstance(given, Graph) else None
-    sizes = {"T": TOKENS, "N": sequences}
+    sizes = {"T": TOKENS, "N": SEQUENCES}
     if executor is not None:
         sizes |= executor.sizes
     if executor is not None and executor.pool_rows is not None:

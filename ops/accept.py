@@ -74,7 +74,7 @@ def accept_states(
     only_tensors(op, names, given, 4)
     _accept(*given, options_text(("op", op)))
     if key is not None and state_cache.is_cuda and _fits(state_cache, states):
-        launch = registry.load(f"{KERNEL}:bind_accept")(*given)
+        launch = registry.load(f"{KERNEL}:accept")(*given, bind_only=True)
         places = tuple(i if x is not None else None for i, x in enumerate(given))
         slots = state_cache.shape[0]
         step = Step(op, launch.bound, places, launch.sizes, given, (0,), ((2, 0),), 1, slots)
@@ -88,7 +88,7 @@ def _run(*args: Any) -> None:
     if slots.shape[0] == 0 or T == 0 or pool.numel() == 0:
         return
     if wants_kernels(options_of(text).op, pool) and _fits(pool, states):
-        registry.load(f"{KERNEL}:bind_accept")(pool, slots, states, count, cu).run()
+        registry.load(f"{KERNEL}:accept")(pool, slots, states, count, cu)
         return
     count = count.long()
     if cu is None:

@@ -192,7 +192,7 @@ def _run(*args: Any) -> None:
         if x[argument] is not None and not x[argument].is_contiguous():
             x[argument] = x[argument].contiguous()
     given, named = _arguments(x, call)
-    registry.load(f"{KERNEL}:bind_decode")(*given, **named).run()
+    registry.load(f"{KERNEL}:decode")(*given, **named)
 
 
 def _arguments(x: dict[str, Any], call: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -344,7 +344,7 @@ def _remember(key: Any, options: str, given: list[Any], own: bool) -> None:
     if any(x[n] is not None and not x[n].is_contiguous() for n in PARAMETERS):
         return
     args, named = _arguments(x, call)
-    launch = registry.load(f"{KERNEL}:bind_decode")(*args, **named)
+    launch = registry.load(f"{KERNEL}:decode")(*args, **named, bind_only=True)
     at = {name: i for i, name in enumerate(ARGS) if x[name] is not None}
     places = registry.load(f"{KERNEL}:decode_tensors")(*(at.get(name) for name in ARGS))
     # What is new overlaps nothing.

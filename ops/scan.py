@@ -14,6 +14,8 @@ from torch._C import _AutoDispatchBelowAutograd as below_autograd
 
 from lagraph import registry
 from lagraph.errors import NotDifferentiable
+from lagraph.ops.argument import needs_gradient, plain
+from lagraph.ops.mode import busy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,9 +47,9 @@ def scan(
     """
     args, rest = _prepared(family, tokens, options, cu_seqlens)
     if slots is not None and state is not None:
-        return torch.ops.lagraph.token_scan_inplace(*args, state, slots, fresh, *rest), state
+        return _call("token_scan_inplace", *args, state, slots, fresh, *rest), state
     dense = None if state is None else state.contiguous()
-    out, last = torch.ops.lagraph.token_scan(*args, dense, *rest)
+    out, last = _call("token_scan", *args, dense, *rest)
     return out, last
 
 
@@ -67,7 +69,7 @@ def every_state(
     if state is not None and slots is None:
         state = state.contiguous()
     given = (*args, state, slots, fresh, states, *rest, fused)
-    out, last = torch.ops.lagraph.token_states(*given)
+    out, last = _call("token_states", *given)
     return out, last
 
 
@@ -175,17 +177,30 @@ def _fake_states(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _output(*args), _last(args[:11], args[12])
 
 
+_KERNELS: dict[str, Callable[..., Any]] = {}
+
+
+def _call(name: str, *args: Any) -> Any:
+    """Run an operator; plain eager calls spare themselves the crossing of its boundary."""
+    if torch.compiler.is_compiling() or not plain(args) or busy():
+        return getattr(torch.ops.lagraph, name)(*args)
+    _refuse_gradient(name, args)
+    return _KERNELS[name](*args)
+
+
+def _refuse_gradient(name: str, args: tuple[Any, ...]) -> None:
+    if needs_gradient(args):
+        raise NotDifferentiable(
+            f"{name}: for inference only. Call it under torch.no_grad(), or take a chunk_* "
+            f"function."
+        )
+
+
 def _inference(name: str) -> Callable[..., Any]:
     """The kernel under the Autograd key."""
 
     def run(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in args
-        ):
-            raise NotDifferentiable(
-                f"{name}: for inference only. Call it under torch.no_grad(), or take a chunk_* "
-                f"function."
-            )
+        _refuse_gradient(name, args)
         with below_autograd():
             return getattr(torch.ops.lagraph, name)(*args)
 
@@ -207,6 +222,7 @@ for _name, _state, _options, _returns, _kernel, _shapes in (
      "Tensor? initial_state, Tensor? state_indices, Tensor? has_initial_state, Tensor(a!) states",
      f"{_OPTIONS}, bool fused", "(Tensor, Tensor)", _run_states, _fake_states),
 ):  # fmt: skip
+    _KERNELS[_name] = _kernel
     _LIB.define(f"{_name}({_TOKENS}, {_state}, {_options}) -> {_returns}")
     _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
     _LIB.impl(_name, _inference(_name), "Autograd")

@@ -854,6 +854,21 @@ def test_a_summary_is_opened_and_linked(phases):
 
 
 @needs_compiler
+def test_the_backward_of_a_summary_goes_from_the_end(phases):
+    x = many(6000)
+    del x["v"]
+    x |= {"dO": torch.zeros(6000, 2, 64, dtype=BF16), "d_final_state": torch.zeros(1, 2, 64, 64)}
+    plan, outs, ((first, a), (link, b)) = planned(
+        x, phases, direction="summary_backward", scale=0.5
+    )
+    assert (first.phase, link.reverse, link.carries) == ("retreat", True, False)
+    assert (a["q"], a["k"], a["v"]) == (x["q"], x["k"], x["dO"])
+    assert (a["scale"], a["skip"]) == (0.5, 0)
+    assert (b["initial_state"], b["final_state"]) == (x["d_final_state"], outs[0])
+    assert plan.workspace_size(6000, 1) == a["workspace"].numel()
+
+
+@needs_compiler
 def test_without_tokens_the_map_is_the_unit(phases):
     x = given(T=0, N=2)
     del x["q"]
@@ -1066,7 +1081,11 @@ def test_strides_that_it_takes():
 
 
 # What the engine does not do yet: tests of these are skipped for it, see `table.pending`.
-SERVED = {(f, d) for f in ("gdn", "gdp") for d in ("forward", "summary")}
+SERVED = {
+    (family, direction)
+    for family in ("gdn", "gdp")
+    for direction in ("forward", "summary", "summary_backward")
+}
 
 
 def test_what_is_missing_is_known():
@@ -1123,93 +1142,41 @@ def test_preferences_hold_measurements():
         assert re.search(r"\d", row.measured), "a preference has its measurement with it"
 
 
-def test_it_is_pinned_and_not_chosen_until_it_is_preferred(monkeypatch):
-    monkeypatch.setattr(select, "missing", lambda row: ())
-    problem = described(given())[0]
-    assert select.select(problem).base == "gdn_triton"
-    assert select.select(problem, "gdn_frost").base == "gdn_frost"
-    assert select.select(problem, "gdn_frost[rows=64]").knobs == (("rows", 64),)
-    told = {v.plan: str(v) for v in select.verdicts(problem)}
-    least = -(-support.PREFER[0].least // problem.sizes["HO"])
-    words = f"gdn_frost: serves operators of {least} sequences or more, or pinned"
-    assert told["gdn_frost"] == words
+PREFERRED = {
+    "gdn": (True, "gdn", given(), {}),
+    "gdp": (True, "gdp", given(n=2), {"num_householder": 2}),
+    "strengths up to 2": (False, "gdn", given(),
+                          {"allow_neg_eigval": True, "use_beta_sigmoid": True}),
+    "invariant": (False, "gdn", given(), {"batch_invariant": True}),
+    "invariant, many heads": (True, "gdn", given(H=support.MANY), {"batch_invariant": True}),
+    "preferred, not served": (False, "gdn", given(K=32), {}),
+}  # fmt: skip
 
+
+@pytest.mark.parametrize(("chosen", "family", "x", "options"), PREFERRED.values(), ids=PREFERRED)
+def test_it_is_chosen_where_it_is_preferred(monkeypatch, chosen, family, x, options):
+    """And may be pinned wherever it serves."""
+    monkeypatch.setattr(select, "missing", lambda row: ())
+    problem = described(x, family, **options)[0]
+    assert select.select(problem).base == f"{family}_{'frost' if chosen else 'triton'}"
+    told = next(v for v in select.verdicts(problem) if v.engine == "frost")
+    if told.ok:
+        assert str(told) == f"{family}_frost: serves{'' if chosen else ' when pinned'}"
+        assert select.select(problem, f"{family}_frost[rows=64]").knobs == (("rows", 64),)
+
+
+def test_a_preference_is_of_a_family_a_direction_and_what_it_says():
     def few(problem):
         return problem.sizes["HO"] < 4
 
     row = select.Preference("gdn", "forward", "few heads", "1.2 times on an H200", few)
     preferring = replace(support.SUPPORT, prefer=(row,))
-    monkeypatch.setattr(support, "SUPPORT", preferring)
-    assert select.select(problem).base == "gdn_frost"
-    assert select.select(described(given(H=4))[0]).base == "gdn_triton"
-    assert select.select(described(given(K=32))[0]).base == "gdn_triton", "preferred, not served"
-    summary = replace(problem, direction="backward")
-    assert preferring.sequences(summary) is None
-
-
-def test_calls_are_shared_where_few_sequences_would_leave_it_idle(monkeypatch):
-    monkeypatch.setattr(select, "missing", lambda row: ())
     problem = described(given())[0]
-    HO = problem.sizes["HO"]
-    for least, want in ((4 * HO, 4), (4 * HO + 1, 5), (HO, 1), (1, 1)):
-        row = select.Preference("gdn", "forward", "many", "2 times on an H200", least=least)
-        monkeypatch.setattr(support, "SUPPORT", replace(support.SUPPORT, prefer=(row,)))
-        found = [(n, name.base) for n, name in select.shares(problem)]
-        assert found == [(want, "gdn_frost"), (1, "gdn_triton")][: 2 if want > 1 else 1]
-        same = described(given(), batch_invariant=True)[0]
-        alone = "gdn_triton" if want > 1 else "gdn_frost"
-        assert [name.base for _, name in select.shares(same)] == [alone], "whatever the batch"
-    refused = replace(problem, arch=75)
-    with pytest.raises(errors.NoEngine):
-        select.shares(refused)
-
-
-def test_a_call_runs_the_engine_of_its_number_of_sequences(monkeypatch):
-    """What a plan shares is made when it is first needed, and outputs are the same."""
-    row = select.Preference("gdn", "forward", "many", "measured", least=6)
-    fast = fake.Engine("fast", bytes_per_token=5, prefer=(row,))
-    fake.install(monkeypatch, fast)
-    try:
-        for N in (2, 3, 2, 4):
-            fake.RUNS.clear()
-            *x, cu = gdn_call(N, heads=2)
-            out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=cu)
-            assert out.shape == x[2].shape
-            assert [run[0] for run in fake.RUNS] == ["fast"] * (N >= 3)
-            assert bool(out.any()) == (N < 3), "the fake engine writes zeros"
-        assert {len(workspace) for workspace in fast.workspaces} == {9 * 5, 12 * 5}
-        fake.RUNS.clear()
-        lagraph.ops.gated_delta_net(*x, cu_seqlens=cu, plan_name="gdn_eager")
-        assert not fake.RUNS, "a pin is obeyed"
-    finally:
-        monkeypatch.undo()
-        fake.forget()
-
-
-def gdn_call(N, heads):
-    """q, k, v, g, beta and offsets of N sequences of 3 tokens."""
-    T, rng = 3 * N, torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=rng)
-
-    q, k, v = (draw(T, heads, 16) for _ in range(3))
-    offsets = torch.arange(0, T + 1, 3, dtype=torch.int32)
-    return q, k / k.norm(dim=-1, keepdim=True), v, -draw(T, heads).abs(), draw(T, heads), offsets
-
-
-def test_a_preference_decides_where_an_engine_may_be_chosen(monkeypatch):
-    row = select.Preference("gdn", "forward", "everywhere", "measured")
-    fast = fake.Engine("fast", prefer=())
-    fake.install(monkeypatch, fast)
-    try:
-        problem = replace(described(given())[0], device="cpu")
-        assert select.select(problem).base == "gdn_eager"
-        object.__setattr__(fast.support, "prefer", (row,))
-        assert select.select(problem).base == "gdn_fast"
-    finally:
-        monkeypatch.undo()
-        fake.forget()
+    assert preferring.chosen(problem)
+    assert not preferring.chosen(described(given(H=4))[0])
+    assert not preferring.chosen(replace(problem, direction="summary"))
+    assert not preferring.chosen(replace(problem, family="kda"))
+    assert not preferring.chosen(replace(problem, device="cpu"))
 
 
 def test_packages_that_are_missing_decline_with_versions(monkeypatch):
@@ -1355,7 +1322,7 @@ SERVED_CASES = [
 @pytest.mark.gpu
 @hopper
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("direction", ["forward", "summary"])
+@pytest.mark.parametrize("direction", ["forward", "summary", "summary_backward"])
 @pytest.mark.parametrize("case", SERVED_CASES, ids=lambda case: case.id)
 def test_cut_after_every_chunk(case, direction):
     test_engines.test_against_the_oracle(CUT, case, direction)
@@ -1397,20 +1364,13 @@ def test_a_cut_call_is_captured_and_replayed_with_other_offsets():
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize(("sequences", "plan"), [(1, "gdn_triton"), (4, "gdn_frost")])
-def test_calls_are_shared_by_sequences(sequences, plan):
-    *x, offsets = tokens_on_gpu((200,) * sequences, 16, 32, 128, 128)
-    out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets)
-    want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name=plan)
-    assert torch.equal(out, want)
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize(("sequences", "plan"), [(1, "gdn_triton"), (4, "gdn_frost")])
-def test_functions_choose_as_operators_do(sequences, plan):
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_operators_and_functions_choose_it(sequences):
     *x, offsets = tokens_on_gpu((192,) * sequences, 16, 32, 128, 128)
-    want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name=plan)
-    dense = [t.unflatten(0, (sequences, 192)) for t in x]
-    out, _ = lagraph.ops.chunk_gdn(*dense)
+    call = partial(lagraph.ops.gated_delta_net, *x, cu_seqlens=offsets)
+    want, _ = call(plan_name="gdn_frost")
+    other, _ = call(plan_name="gdn_triton")
+    assert not torch.equal(other, want), "bits tell the two apart"
+    assert torch.equal(call()[0], want)
+    out, _ = lagraph.ops.chunk_gdn(*(t.unflatten(0, (sequences, 192)) for t in x))
     assert torch.equal(out.flatten(0, 1), want)

@@ -15,7 +15,7 @@ import lagraph
 from lagraph import errors, infer, ops, plan, registry, select
 from lagraph.__main__ import main
 from lagraph.registry import EngineRow
-from lagraph.select import PlanName
+from lagraph.select import PlanName, Preference
 
 NODE = registry.node("gdn")
 
@@ -349,6 +349,21 @@ def test_the_plan_that_is_named_is_the_plan_that_runs(engines, pin):
     assert f"gdn_{fake.RUNS[-1][0]}" == made.plan_name == (pin or "gdn_one")
     ops.gated_delta_net(**given, plan_name=pin)
     assert f"gdn_{fake.RUNS[-1][0]}" == (pin or "gdn_one")
+
+
+@pytest.mark.parametrize("preferred", [True, False])
+def test_an_operator_and_a_graph_choose_by_preference(engines, preferred):
+    row = Preference("gdn", "forward", "there", "measured", lambda problem: preferred)
+    engines(fake.Engine("fast", prefer=(row,)))
+    made, given = graph()
+    made.build()
+    assert made.plan_name == f"gdn_{'fast' if preferred else 'eager'}"
+    words = "gdn_fast: serves" if preferred else "gdn_fast: serves when pinned"
+    assert str(made.explain().verdicts[0]) == words
+    ops.gated_delta_net(**given)
+    assert ran() == [("fast", "forward")] * preferred
+    ops.gated_delta_net(**given, plan_name="gdn_fast")
+    assert ran()[-1] == ("fast", "forward")
 
 
 def test_build_plans_skips_what_is_barred(engines):

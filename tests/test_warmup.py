@@ -16,7 +16,6 @@ from declared import NODES, all_optional, fixed, ids, needed_by, tensors
 import lagraph
 from lagraph import errors, ops, plan, registry
 from lagraph.desc import layout_class
-from lagraph.select import Preference
 from lagraph.warmup import Job
 
 warmup = importlib.import_module("lagraph.warmup")  # the package has the function by that name
@@ -88,32 +87,6 @@ def test_a_call_of_an_operator():
     (done,) = lagraph.warmup(call, progress=False)
     assert (done.plan, done.done) == ("gated_delta_net", "called once")
     assert done.seconds > 0
-
-
-def test_a_call_prepares_every_engine_that_shares_it(monkeypatch):
-    """Whatever the number of sequences then is, nothing is planned or made any more."""
-    few, many = (
-        fake.Engine("few"),
-        fake.Engine("many", prefer=(Preference("gdn", "forward", "many sequences", "", least=8),)),
-    )
-    fake.install(monkeypatch, many, few)
-    q, g = torch.randn(8, 2, 16), torch.zeros(8, 2)
-
-    def call(N):
-        ops.gated_delta_net(q, q, q, g, g, torch.arange(N + 1) * (8 // N))
-        return fake.RUNS[-1][0]
-
-    try:
-        (done,) = lagraph.warmup(functools.partial(call, 1), progress=False)
-        assert done.done == "called once, 1 engine for other numbers of sequences prepared"
-        assert [name for name, _, _ in fake.RUNS] == ["few", "many"]
-        (again,) = lagraph.warmup(functools.partial(call, 1), progress=False)
-        assert again.done == "called once"
-        for engine in (few, many):
-            monkeypatch.setattr(engine, "plan", lambda *args: pytest.fail("made in a call"))
-        assert [call(N) for N in (1, 2, 4, 8)] == ["few", "few", "many", "many"]
-    finally:
-        fake.forget()
 
 
 WRONG = {

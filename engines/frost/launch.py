@@ -53,6 +53,7 @@ PLAIN = frozenset({"g", "beta", "a_log", "dt_bias", "cu_seqlens", "state_indices
 STEPS = frozenset({"k", "v", "beta"})
 # What a kernel that opens segments neither reads nor writes.
 CLOSED = {"initial": "", "index": "", "final": "", "checkpoints": "", "every": 0}
+PHASES = {"forward": "whole", "summary": "open", "summary_backward": "retreat"}
 WHOLE = 1 << 30  # steps: longer than any sequence that is left whole
 SMS = 132  # of a device that is not here
 
@@ -61,7 +62,8 @@ def facts(problem: Problem) -> dict[str, int | str | bool]:
     """The static facts of a problem that a signature may be made of, by field name.
 
     family, dtype (of the tokens), sizes by letter (n: updates a token, 1 without sub-steps).
-    phase: "whole", or of a summary "open"; carries: not a summary.
+    phase: "whole", or of a summary "open" or "retreat"; carries: not a summary; reverse: a
+    summary's backward, whose initial is d_final_state and whose final is d_initial_state.
     gate: "log", "linear" or "softplus"; norm, sigmoid, double: l2norm of q and k, sigmoid of beta,
     twice that. g, beta, a_log, bias, offsets, initial, index, final, checkpoints, transition: a
     tensor's dtype, "" where it is absent. token_major: k, v and beta have an axis n. every: steps
@@ -70,13 +72,16 @@ def facts(problem: Problem) -> dict[str, int | str | bool]:
     """
     options = problem.options
     found: dict[str, int | str | bool] = {"n": 1, **problem.sizes, "rows": problem.sizes["V"]}
-    for field, name in TENSORS.items():
+    names = TENSORS
+    if problem.direction == "summary_backward":
+        names = names | {"initial": "d_final_state", "final": "d_initial_state"}
+    for field, name in names.items():
         found[field] = dtype_name(problem.dtypes[name]) if problem.has(name) else ""
-    summary = problem.direction == "summary"
     found |= {
         "family": problem.family,
-        "phase": "open" if summary else "whole",
-        "carries": not summary,
+        "phase": PHASES[problem.direction],
+        "carries": problem.direction == "forward",
+        "reverse": problem.direction == "summary_backward",
         "dtype": dtype_name(problem.io_dtype),
         "gate": "softplus" if options.safe_gate else options.gate_domain,
         "norm": bool(options.use_qk_l2norm),
@@ -102,7 +107,7 @@ def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
     """The signature of the kernel that serves a problem, or of a summary's first: every field by
     its name, out of the problem's facts and the plan name's knobs."""
     known = facts(problem) | dict(knobs)
-    if problem.direction == "summary":
+    if problem.direction != "forward":
         known |= CLOSED | {"rows": min(problem.sizes["K"], int(known["rows"]))}
     return _signature(KERNELS[problem.family, problem.direction], known)
 
@@ -112,7 +117,7 @@ def pieces(problem: Problem, knobs: Mapping[str, int | str]) -> dict[str, Signat
     the rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
     """
     first, known = signature_of(problem, knobs), facts(problem)
-    if problem.direction == "summary":
+    if problem.direction != "forward":
         return {"open": first, "link": _signature(LINK, known)}
     found = {"whole": first}
     if hasattr(first, "phase") and not problem.options.batch_invariant:
@@ -137,7 +142,7 @@ def _signature(kernel: str, known: Mapping[str, int | str | bool]) -> Signature:
 
 def plan(problem: Problem, knobs: Mapping[str, int | str]) -> Any:
     """The plan of a problem; its first kernel is compiled, or loaded, here."""
-    return (SummaryPlan if problem.direction == "summary" else ForwardPlan)(problem, knobs)
+    return PLANS[problem.direction](problem, knobs)
 
 
 def _sms(index: int) -> int:
@@ -307,15 +312,18 @@ class _Plan:
         """A call without tokens, or without sequences: states pass through, nothing is launched."""
         given = dict(zip(self.problem.inputs, ins, strict=True))
         made = dict(zip(self.problem.outputs, outs, strict=True))
-        final, transition = made.get("final_state"), made.get("transition")
+        entering, leaving = "initial_state", "final_state"
+        if self.problem.direction == "summary_backward":
+            entering, leaving = "d_final_state", "d_initial_state"
+        final, transition = made.get(leaving), made.get("transition")
         if transition is not None:
             transition.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
         if final is None or self.in_place:
             return
-        if given["initial_state"] is None:
+        if given[entering] is None:
             final.zero_()
         else:
-            final.copy_(given["initial_state"])
+            final.copy_(given[entering])
 
     def _repair(self, error: ValueError | None, call: Any, values: list[Any]) -> None:
         """Call a function with copies of the tensors that it cannot take as they are.
@@ -406,11 +414,36 @@ class SummaryPlan(_Plan):
     def cut(
         self, k, v, g, beta, a_log, dt_bias, cu_seqlens, initial, final, transition, workspace, span
     ) -> None:  # fmt: skip
-        run = self.functions
-        tokens = k, v, g, beta, a_log, dt_bias, cu_seqlens
+        tokens = None, k, v, g, beta, a_log, dt_bias, cu_seqlens
+        self._cut(tokens, initial, final, transition, workspace, 1.0, span)
+
+    def _cut(self, tokens, entering, leaving, transition, workspace, scale, span) -> None:
+        run, g, cu_seqlens = self.functions, tokens[3], tokens[7]
         nothing = None, None, None, None, None
-        skip = 1 if initial is None and transition is None else 0
-        run["open"](None, *tokens, *nothing, workspace, 1.0, span, 0, skip)
+        skip = 1 if entering is None and transition is None else 0
+        run["open"](*tokens, *nothing, workspace, scale, span, 0, skip)
         HO = self.problem.sizes["HO"]
-        states = initial, None, final, transition
+        states = entering, None, leaving, transition
         run["link"](g.shape[0], HO, cu_seqlens, *states, workspace, span, 0)
+
+
+class SummaryBackwardPlan(SummaryPlan):
+    """The same from the end, for the gradient of the state."""
+
+    def _arguments(self) -> tuple[str, ...]:
+        return ("q", "k", "dO", "g", "beta", "a_log", "dt_bias", "cu_seqlens", "d_final_state",
+                "d_initial_state", "transition", "workspace", "scale", "span")  # fmt: skip
+
+    def cut(
+        self, q, k, dO, g, beta, a_log, dt_bias, cu_seqlens, entering, leaving, transition,
+        workspace, scale, span,
+    ) -> None:  # fmt: skip
+        tokens = q, k, dO, g, beta, a_log, dt_bias, cu_seqlens
+        self._cut(tokens, entering, leaving, transition, workspace, scale, span)
+
+
+PLANS = {
+    "forward": ForwardPlan,
+    "summary": SummaryPlan,
+    "summary_backward": SummaryBackwardPlan,
+}

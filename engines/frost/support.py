@@ -18,7 +18,7 @@ __all__ = ["KERNELS", "LINK", "PREFER", "SUPPORT"]
 KERNELS = {
     (family, direction): "lagraph.engines.frost.kernels.forward:Forward"
     for family in ("gdn", "gdp")
-    for direction in ("forward", "summary")
+    for direction in ("forward", "summary", "summary_backward")
 }
 # Joins segments.
 LINK = "lagraph.engines.frost.kernels.link:Link"

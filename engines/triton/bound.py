@@ -279,8 +279,7 @@ class Bound:
         if site.go is None or site.hooks:
             site.first(self.programs, (*tensors, *sizes))
         else:
-            stream = torch._C._cuda_getCurrentRawStream(self.device)
-            site.go(self.programs, stream, (*pointers, *sizes))
+            site.go(self.programs, stream_of(tensors[0]), (*pointers, *sizes))
 
     def site(self, pointers: list[int]) -> Site:
         """The launch on these addresses."""

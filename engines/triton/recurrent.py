@@ -13,8 +13,10 @@ import torch
 from lagraph.engines.triton.bound import Bound, Launcher
 from lagraph.engines.triton.conv import device_of, power_of_2
 from lagraph.engines.triton.kernels.recurrent import (
-    DECODE,
     accept_kernel,
+    decode_gate_kernel,
+    decode_head_kernel,
+    decode_key_kernel,
     recurrent_kernel,
 )
 
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 
     from lagraph.problem import Traits
 
-__all__ = ["Launch", "bind_accept", "bind_decode", "decode_tensors", "recurrent_scan"]
+__all__ = ["Launch", "accept", "decode", "decode_tensors", "recurrent_scan"]
 
 _SCAN, _ACCEPT = Launcher(recurrent_kernel), Launcher(accept_kernel)
-_DECODE = {keys: Launcher(kernel) for keys, kernel in DECODE.items()}
+_DECODE_HEAD, _DECODE_GATE = Launcher(decode_head_kernel), Launcher(decode_gate_kernel)
+_DECODE_KEY = Launcher(decode_key_kernel)
 # Stands in for an unbounded dt_max: larger than any step, and exact in fp32.
 UNBOUNDED = 3.0e38
 SCAN_TILE = 1024  # elements of the state in a scan's warp
@@ -167,15 +170,16 @@ class Launch(NamedTuple):
     tensors: tuple[torch.Tensor | None, ...]
     sizes: tuple[int, ...]
 
-    def run(self) -> None:
+    def run(self) -> Launch:
         """Launch on these tensors."""
         first: Any = self.tensors[0]
         if self.bound.programs:
             with device_of(first):
                 self.bound(self.tensors, self.sizes)
+        return self
 
 
-def bind_decode(
+def decode(
     traits: Traits,
     packed: torch.Tensor,
     g: torch.Tensor,
@@ -204,10 +208,12 @@ def bind_decode(
     dt_max: float | None = None,
     block_v: int | None = None,
     warps: int | None = None,
+    bind_only: bool = False,
 ) -> Launch:
-    """T tokens of N sequences, for one: to advance pool rows in place and write `out`.
+    """T tokens of N sequences, for one: advance pool rows in place and write `out`.
 
-    The launch takes `decode_tensors`, of any tensors like these.
+    Returns the launch, for more of the kind: it takes the `decode_tensors` of any tensors like
+    these. bind_only: nothing is launched now.
 
     Args:
         packed: [N, width] rows, [Q | K | V] or [x | B | C], heads rows contiguous; `heads` counts
@@ -232,10 +238,10 @@ def bind_decode(
     if warps is None:
         warps = max(min(block_k * block_v * most // (rows * 128), 8), 1)
 
-    # As many as it takes without spilling; left alone, some families take half as many again.
+    # As many as it takes without spilling; left alone, some families take a third more.
     limit = None
-    if K <= 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
-        limit = 80 if traits.delta and substeps == 1 else 96
+    if K == 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
+        limit = 80 if traits.delta and substeps == 1 and traits.gate == "head" else 96
 
     def steps(x: torch.Tensor | None, several_updates: bool = False) -> tuple[int, ...]:
         """Strides of sequence, token, update if asked for, and head. One token's row stride is
@@ -265,7 +271,8 @@ def bind_decode(
         packed, g, beta, w, a, a_log, dt_bias, d, z, pool, state_indices, has_initial_state, out,
         states,
     )  # fmt: skip
-    bound = _DECODE[key_gate, erase_key].bind(
+    launcher = _DECODE_KEY if erase_key else _DECODE_GATE if key_gate else _DECODE_HEAD
+    bound = launcher.bind(
         N * HO * -(-V // block_v),
         tensors,
         (float(scale), float(lower), float(dt_min),
@@ -280,7 +287,8 @@ def bind_decode(
          "num_warps": warps, "maxnreg": limit},
     )  # fmt: skip
     tokens = packed.shape[1] if several else 1
-    return Launch(bound, tensors, (pool.shape[0], tokens, int(states is not None)))
+    launch = Launch(bound, tensors, (pool.shape[0], tokens, int(states is not None)))
+    return launch if bind_only else launch.run()
 
 
 def decode_tensors(
@@ -297,12 +305,13 @@ def decode_tensors(
     )  # fmt: skip
 
 
-def bind_accept(
+def accept(
     pool: torch.Tensor, index: torch.Tensor, states: torch.Tensor, count: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, *, bind_only: bool = False,
 ) -> Launch:  # fmt: skip
-    """To put of `states`, dense [N, T, ...] or packed, the one after the last accepted token of
-    every sequence into its slot of the pool [P, ...], whose slots are dense."""
+    """Put of `states`, dense [N, T, ...] or packed, the one after the last accepted token of every
+    sequence into its slot of the pool [P, ...], whose slots are dense. Returns the launch.
+    """
     size = pool[0].numel()
     block = min(ACCEPT_BLOCK, max(power_of_2(size), 128))
     tensors = (pool, index, states, count, cu_seqlens)
@@ -312,4 +321,5 @@ def bind_accept(
         (pool.stride(0), index.stride(0), count.stride(0), *_lead(0, 1, cu_seqlens)),
         {"SIZE": size, "BLOCK": block, "PAD": 1, "num_warps": 4},
     )
-    return Launch(bound, tensors, (pool.shape[0], states.shape[1]))
+    launch = Launch(bound, tensors, (pool.shape[0], states.shape[1]))
+    return launch if bind_only else launch.run()

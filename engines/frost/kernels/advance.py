@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from lagraph.engines.frost.kernels.lib import product, ragged, segment
@@ -44,7 +44,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
     thread_p = by_part.get_slice(tid)
     bT = thread_p.make_fragment_B(thread_p.partition_B(tiles.T))
-    bKt = thread_k.make_fragment_B(thread_k.partition_B(transposed(tiles.K)))
+    bKt = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(tiles.K)))
 
     S = product.accumulator(thread_k, SLICE, sig.K)
     X = product.accumulator(thread, SLICE, C)
@@ -58,7 +58,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
 
     load = product.loader(dtype, by_token)
     from_v = load.get_slice(tid)
-    mine = cute.local_tile(transposed(tiles.V), (SLICE, C, V_STAGES), (wg, 0, 0))
+    mine = cute.local_tile(product.transposed(tiles.V), (SLICE, C, V_STAGES), (wg, 0, 0))
     v_source = from_v.partition_S(mine)
     value = cute.make_rmem_tensor(X.shape, dtype)
     if cutlass.const_expr(sig.phase == "open"):  # nothing is written to a map, be V infinite
@@ -79,7 +79,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         O = product.accumulator(thread_q, SLICE, sig.queries)
         store = product.storer(dtype, by_query, transpose=True)
         to_o = store.get_slice(tid)
-        o_target = to_o.partition_D(transposed(tiles.O))
+        o_target = to_o.partition_D(product.transposed(tiles.O))
         result = cute.make_rmem_tensor(O.shape, dtype)
         o_source = to_o.retile(result)
         begin, end = work.begin // sig.n, work.end // sig.n
@@ -222,15 +222,8 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         at_f.advance()
 
     if cutlass.const_expr(sig.phase == "open"):
-        if work.first >= 0 and column < sig.V // SLICE:
-            segment.store(S, target)
-        elif work.first >= 0:  # a map, in two parts
-            rounded = cute.make_rmem_tensor(S.shape, BFloat16)
-            rounded.store(S.load().to(BFloat16))
-            cute.autovec_copy(rounded, parts[None, None, None, 0])
-            for i in cutlass.range_constexpr(cute.size(S)):
-                rounded[i] = (S[i] - rounded[i].to(Float32)).to(BFloat16)
-            cute.autovec_copy(rounded, parts[None, None, None, 1])
+        if work.first >= 0:
+            segment.keep(S, target, parts, column < sig.V // SLICE)
     elif cutlass.const_expr(final is not None):
         rounded = cute.make_rmem_tensor(S.shape, final.element_type)
         rounded.store(S.load().to(final.element_type))
@@ -239,10 +232,6 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     if cutlass.const_expr(sig.outputs):  # noqa: SIM102
         if first_warp:
             cute.arch.cp_async_bulk_wait_group(0)
-
-
-def transposed(tile):
-    return cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0, 2]))
 
 
 @cute.jit

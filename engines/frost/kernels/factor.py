@@ -50,8 +50,9 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         bias = dt_bias[work.head].to(Float32)
 
     if warp == 0 and work.chunks > 0:
-        raw = fetch(sig, gates, work, Int32(0), lane)
-        decays(sig, raw, numbers, 0, amplitude, bias, Int32(0), work.end - work.begin, lane)
+        first = sig.chunk(work, Int32(0))
+        raw = fetch(sig, gates, work, first, lane)
+        decays(sig, raw, numbers, 0, amplitude, bias, first * C, work.end - work.begin, lane)
     meet(sig)
 
     at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
@@ -60,7 +61,8 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, BLOCK_STAGES)
     for c in cutlass.range(work.chunks, unroll=1):
         turn = c % 2
-        raw = fetch(sig, gates, work, c + 1, lane)
+        following = sig.chunk(work, c + 1)
+        raw = fetch(sig, gates, work, following, lane)
         kk = product.accumulator(thread, C, C)
         pipe_k.consumer_wait(at_k)
         key_rows, key_columns = aK[None, None, None, at_k.index], bK[None, None, None, at_k.index]
@@ -116,8 +118,8 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
                 if tid < sig.queries:
                     rows[tid, QUERY, at_f.index] = gate.finite_power(b) * query
         if warp == 0:
-            start = (c + 1) * C
-            decays(sig, raw, numbers, 1 - turn, amplitude, bias, start, work.end - work.begin, lane)
+            start, length = following * C, work.end - work.begin
+            decays(sig, raw, numbers, 1 - turn, amplitude, bias, start, length, lane)
         if cutlass.const_expr(sig.outputs):
             cute.nvgpu.warpgroup.wait_group(0)
             pipe_k.consumer_release(at_k)
@@ -151,6 +153,8 @@ def fetch(sig: cutlass.Constexpr, gates, work, chunk, lane):
     """Gates and strengths of this lane's two steps of a chunk, as they are in memory. Nothing here
     waits for them."""
     g, beta, head = gates[0], gates[1], work.head
+    if cutlass.const_expr(sig.phase == "retreat"):
+        chunk = cutlass.max(chunk, Int32(0))  # the one before the first is not used
     first = cutlass.min(work.begin + chunk * C + 2 * lane, work.end - 1)
     second = cutlass.min(work.begin + chunk * C + 2 * lane + 1, work.end - 1)
     return g[first // sig.n, head], g[second // sig.n, head], beta[first, head], beta[second, head]

@@ -38,6 +38,7 @@ from lagraph.engines.frost.kernels.advance import advance
 from lagraph.engines.frost.kernels.factor import factor
 from lagraph.engines.frost.kernels.lib import fake, ragged, segment
 from lagraph.engines.frost.kernels.load import invert, keys, values
+from lagraph.engines.frost.kernels.retreat import retreat
 from lagraph.engines.frost.kernels.shared import Work, allocate, layouts
 from lagraph.engines.frost.kernels.tile import REGISTERS, SLICE, STAGGER, SUBSTEPS, C
 from lagraph.engines.frost.signature import Signature
@@ -49,10 +50,11 @@ __all__ = ["SIGNATURES", "Forward"]
 class Forward(Signature):
     """What one compiled kernel is for; T, N, head counts and strides are arguments.
 
-    phase: "whole" sequences, or of segments "open" (what each does to a state) and "close" (outputs
-    from the state that enters). n: steps of a token. rows: rows of V of one CTA. a_log, bias,
-    initial, index, final, checkpoints: a tensor's dtype, "" where it is absent. every: steps
-    between checkpoints.
+    phase: "whole" sequences, or of segments "open" (what each does to a state) and "close"
+    (outputs from the state that enters); "retreat" is "open" for the gradient of the state, with
+    the gradient of O for v. n: steps of a token. rows: rows of V of one CTA. a_log, bias, initial,
+    index, final, checkpoints: a tensor's dtype, "" where it is absent. every: steps between
+    checkpoints.
     """
 
     phase: str = "whole"
@@ -92,6 +94,25 @@ class Forward(Signature):
         return self.phase != "open"
 
     @property
+    def emits(self) -> bool:
+        """Whether O is written."""
+        return self.phase in ("whole", "close")
+
+    @property
+    def sums_up(self) -> bool:
+        """Whether all that is written is what a segment does to a state."""
+        return self.phase in ("open", "retreat")
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of a tile of values, or of gradients of O."""
+        return self.queries if self.phase == "retreat" else C
+
+    def chunk(self, work, turn):
+        """Which chunk is at its turn."""
+        return work.chunks - 1 - turn if self.phase == "retreat" else turn
+
+    @property
     def queries(self) -> int:
         """Queries of a chunk."""
         return C // self.n
@@ -104,7 +125,7 @@ class Forward(Signature):
     @property
     def parts(self) -> int:
         """CTAs of a sequence, or segment, and head: what opens has the unit matrix below V."""
-        return (self.V + (self.K if self.phase == "open" else 0)) // self.rows
+        return (self.V + (self.K if self.sums_up else 0)) // self.rows
 
     @property
     def threads(self) -> int:
@@ -120,11 +141,12 @@ class Forward(Signature):
         H, HK, HV, HO = (cute.sym_int() for _ in range(4))
         steps = T if self.n == 1 else cute.sym_int()
         io, count = self.dtype, rows if self.index else N
-        q, out = (io, io) if self.outputs else ("", "")
+        q, out = io if self.outputs else "", io if self.emits else ""
+        values = T if self.phase == "retreat" else steps
         cut = self.phase != "whole"
         return cute.compile(
             ForwardKernel(self), fake.packed(q, T, H, self.K), fake.packed(io, steps, HK, self.K),
-            fake.packed(io, steps, HV, self.V), fake.plain(self.g, T, HO),
+            fake.packed(io, values, HV, self.V), fake.plain(self.g, T, HO),
             fake.plain(self.beta, steps, HO), fake.plain(self.a_log, HO),
             fake.plain(self.bias, HO), fake.plain(self.offsets, N1),
             fake.states(self.initial, count, HO, self.V, self.K), fake.plain(self.index, N),
@@ -152,11 +174,12 @@ class ForwardKernel:
         made = [
             None,
             ragged.load_atom(k, laid[1], (C, sig.K)),
-            ragged.load_atom(v, laid[2], (C, sig.rows)),
+            ragged.load_atom(v, laid[2], (sig.value_rows, sig.rows)),
             None,
         ]
         if cutlass.const_expr(sig.outputs):
             made[0] = ragged.load_atom(q, laid[0], (C, sig.K))
+        if cutlass.const_expr(sig.emits):
             made[3] = ragged.store_atom(out, laid[3], (sig.queries, SLICE))
         atoms = tuple(None if m is None else m[0] for m in made)
         views = tuple(None if m is None else m[1] for m in made)
@@ -203,17 +226,11 @@ class ForwardKernel:
                 invert(sig, tiles, numbers, rings, work, warp - 2)
         elif group <= sig.slices:
             cute.arch.setmaxregister_increase(registers[1])
-            advance(
-                sig,
-                atoms[3],
-                views[3],
-                tiles,
-                numbers,
-                rings,
-                (*states, cu, steps),
-                work,
-                group - 1,
-            )
+            if cutlass.const_expr(sig.phase == "retreat"):
+                retreat(sig, tiles, numbers, rings, states[4], work, group - 1)
+            else:
+                given = (*states, cu, steps)
+                advance(sig, atoms[3], views[3], tiles, numbers, rings, given, work, group - 1)
         else:
             if cutlass.const_expr(registers[2] > 65536 // sig.threads):
                 cute.arch.setmaxregister_increase(registers[2])
@@ -225,7 +242,7 @@ class ForwardKernel:
 @cute.jit
 def mine(sig: cutlass.Constexpr, cu: cute.Tensor, steps, HO, cut: tuple):
     """The work of this CTA; first -1 where there is none. cut: span and less of `lib.segment`, and
-    what to skip: 1 for the map of a first segment, 2 for all of a last one."""
+    what to skip: 1 for the map of the segment that is entered first, 2 for all of a last one."""
     block, _, _ = cute.arch.block_idx()
     part = block % sig.parts
     head = (block // sig.parts) % HO
@@ -238,9 +255,10 @@ def mine(sig: cutlass.Constexpr, cu: cute.Tensor, steps, HO, cut: tuple):
     seq, at, count, begin, end = segment.locate(cu, slot, steps, span, less, sig.n)
     last = Int32(1) if at == count - 1 else Int32(0)
     idle = at >= count
-    if cutlass.const_expr(sig.phase == "open"):
+    if cutlass.const_expr(sig.sums_up):
         is_map = part * sig.rows >= sig.V
-        idle = idle or (skip >= 2 and last == 1) or (skip % 2 == 1 and at == 0 and is_map)
+        entered = last == 1 if cutlass.const_expr(sig.phase == "retreat") else at == 0
+        idle = idle or (skip >= 2 and last == 1) or (skip % 2 == 1 and entered and is_map)
     first = at * span
     length = span
     if at == count - 1 and count > 1:
@@ -274,6 +292,8 @@ SIGNATURES = (
     Forward(phase="open"),
     Forward(phase="open", norm=True, sigmoid=True, rows=64),
     Forward(phase="close", final="float32"),
+    Forward(phase="retreat"),
+    Forward(phase="retreat", n=2, rows=64, norm=True),
     Forward(n=2, final="float32", norm=True),
     Forward(n=4, rows=64, final="float32"),
     Forward(final="float32", checkpoints="bfloat16", every=64),

@@ -36,6 +36,7 @@ STAGES = 2
 @dataclass(frozen=True)
 class Link(Signature):
     """carries: write the state that enters every segment; else the last states of a summary.
+    reverse: from the last segment to the first.
 
     n: steps of a token. initial, index, final, transition: a tensor's dtype, "" where it is absent.
     """
@@ -44,6 +45,7 @@ class Link(Signature):
     V: int = 128
     n: int = 1
     carries: bool = True
+    reverse: bool = False
     offsets: str = "int32"
     initial: str = ""
     index: str = ""
@@ -114,6 +116,9 @@ class LinkKernel:
         begin, end = segment.sequence(cu, seq, steps, sig.n)
         base = begin // span + segment.per_sequence(less) * seq
         last = segment.count_of(begin, end, span, less)
+        step = 1
+        if cutlass.const_expr(sig.reverse):
+            base, step = base + last - 1, -1
         if cutlass.const_expr(sig.carries):
             last -= 1
 
@@ -168,10 +173,10 @@ class LinkKernel:
         to_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         if first_warp:
             for s in cutlass.range(start, cutlass.min(start + STAGES, last), unroll=1):
-                fill(atom, ring, to_fill, source, to, base + s)
+                fill(atom, ring, to_fill, source, to, base + step * s)
                 to_fill.advance()
         if start < last:
-            segment.load(segment.place(states, base + start, head, at_state, tid), ahead)
+            segment.load(segment.place(states, base + step * start, head, at_state, tid), ahead)
         for s in cutlass.range(start, last, unroll=1):
             for i in cutlass.range_constexpr(cute.size(H)):
                 H[i] = Float32(0.0) if is_map else ahead[i]
@@ -180,24 +185,24 @@ class LinkKernel:
                 low[i] = (S[i] - high[i].to(Float32)).to(BFloat16)
             # Far from the loads of this place: they would wait for the store.
             if cutlass.const_expr(sig.carries):
-                segment.store(S, segment.place(states, base + s, head, at_state, tid))
+                segment.store(S, segment.place(states, base + step * s, head, at_state, tid))
             ring.consumer_wait(at)
             upper, lower = M[None, None, None, 2 * at.index], M[None, None, None, 2 * at.index + 1]
             product.issue(by_key, H, high_in, upper, True)
             product.issue(by_key, H, low_in, upper, True)
             product.issue(by_key, H, high_in, lower, True)
-            following = base + cutlass.min(s + 1, last - 1)
+            following = base + step * cutlass.min(s + 1, last - 1)
             segment.load(segment.place(states, following, head, at_state, tid), ahead)
             cute.nvgpu.warpgroup.wait_group(0)
             ring.consumer_release(at)
             at.advance()
             S.store(H.load())
             if first_warp and s + STAGES < last:
-                fill(atom, ring, to_fill, source, to, base + s + STAGES)
+                fill(atom, ring, to_fill, source, to, base + step * (s + STAGES))
                 to_fill.advance()
 
         if cutlass.const_expr(sig.carries):
-            segment.store(S, segment.place(states, base + last, head, at_state, tid))
+            segment.store(S, segment.place(states, base + step * last, head, at_state, tid))
         if cutlass.const_expr(final is not None):  # noqa: SIM102
             if not is_map:
                 rounded = cute.make_rmem_tensor(S.shape, final.element_type)
@@ -224,4 +229,5 @@ SIGNATURES = (
     Link(),
     Link(K=64, V=128, offsets="int64", initial="bfloat16", index="int32"),
     Link(carries=False, initial="float32", final="float32", transition="float32"),
+    Link(carries=False, reverse=True, final="float32"),
 )

@@ -35,7 +35,8 @@ def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
             )
     at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
     at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, K_STAGES)
-    for c in cutlass.range(work.chunks, unroll=1):
+    for turn in cutlass.range(work.chunks, unroll=1):
+        c = sig.chunk(work, turn)
         pipe_k.producer_acquire(at_k)
         bar = pipe_k.producer_get_barrier(at_k)
         cute.copy(atoms[1], from_k[None, c, 0], to_k[None, at_k.index], tma_bar_ptr=bar)
@@ -56,14 +57,18 @@ def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
 
 @cute.jit
 def values(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
-    """Warp 1: every chunk's rows of V."""
+    """Warp 1: every chunk's rows of V, or of the gradient of O."""
     pipe, atom, head = rings.V, atoms[2], work.head // groups[2]
+    begin, end = work.begin, work.end
+    if cutlass.const_expr(sig.phase == "retreat"):
+        begin, end = begin // sig.n, end // sig.n
     to, source = ragged.partition(
-        atom, tiles.V, ragged.tiles(views[2], head, work.begin, work.end, (C, sig.rows))
+        atom, tiles.V, ragged.tiles(views[2], head, begin, end, (sig.value_rows, sig.rows))
     )
     at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, V_STAGES)
     part = work.part % (sig.V // sig.rows)  # a map's is not used
-    for c in cutlass.range(work.chunks, unroll=1):
+    for turn in cutlass.range(work.chunks, unroll=1):
+        c = sig.chunk(work, turn)
         pipe.producer_acquire(at)
         bar = pipe.producer_get_barrier(at)
         cute.copy(atom, source[None, c, part], to[None, at.index], tma_bar_ptr=bar)

@@ -42,7 +42,8 @@ class Work(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles in the swizzle, [rows, columns, stages]. Q, O and P: None without outputs."""
+    """Tiles in the swizzle, [rows, columns, stages]. Q and P: None without queries; O: None where
+    it is not written. V: values, or backwards gradients of O."""
 
     Q: cute.Tensor
     K: cute.Tensor
@@ -79,7 +80,7 @@ def layouts(sig):
     return (
         ragged.swizzled(sig.io, C, sig.K, Q_STAGES),
         ragged.swizzled(sig.io, C, sig.K, K_STAGES),
-        ragged.swizzled(sig.io, C, sig.rows, V_STAGES),
+        ragged.swizzled(sig.io, sig.value_rows, sig.rows, V_STAGES),
         ragged.swizzled(sig.io, sig.queries, SLICE, O_STAGES * sig.slices),
         ragged.swizzled(sig.io, C, C, FACTOR_STAGES),
     )
@@ -94,7 +95,7 @@ def allocate(sig, laid):
     )
     made = [
         smem.allocate_tensor(sig.io, laid[at].outer, 1024, laid[at].inner) if held else None
-        for at, held in ((0, sig.outputs), (1, True), (2, True), (3, sig.outputs), (4, True),
+        for at, held in ((0, sig.outputs), (1, True), (2, True), (3, sig.emits), (4, True),
                          (4, sig.outputs))
     ]  # fmt: skip
     tiles = Tiles(*made)
@@ -114,7 +115,7 @@ def allocate(sig, laid):
     nbytes = C * sig.io.width // 8
     K = loaded(bar_k, K_STAGES, nbytes * sig.K, advancing + 4)
     Q = loaded(bar_q, Q_STAGES, nbytes * sig.K, advancing + 4) if sig.outputs else None
-    V = loaded(bar_v, V_STAGES, nbytes * sig.rows, advancing)
+    V = loaded(bar_v, V_STAGES, nbytes * sig.rows * sig.value_rows // C, advancing)
     factors = written(bar_f, FACTOR_STAGES, 6, advancing)
     blocks = written(bar_b, BLOCK_STAGES, 4, 2)
     return tiles, kept, Rings(Q, K, V, factors, blocks)

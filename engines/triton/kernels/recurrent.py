@@ -33,7 +33,13 @@ import triton.language as tl
 from lagraph.engines.triton.kernels.factor import NORM_EPS
 from lagraph.engines.triton.kernels.gate import LOG2E, amplitude, log2_decay, sigmoid, step_size
 
-__all__ = ["DECODE", "accept_kernel", "recurrent_kernel"]
+__all__ = [
+    "accept_kernel",
+    "decode_gate_kernel",
+    "decode_head_kernel",
+    "decode_key_kernel",
+    "recurrent_kernel",
+]
 
 
 @triton.jit
@@ -585,12 +591,10 @@ def _decode(scalars):
     )(decode_kernel)
 
 
-# By whether the gate and the strength have key channels.
-DECODE = {
-    (False, False): _decode(("p_g", "p_beta")),
-    (True, False): _decode(("p_beta",)),
-    (True, True): _decode(()),
-}
+# Gate and strength a head; a gate a key channel; both a key channel.
+decode_head_kernel = _decode(("p_g", "p_beta"))
+decode_gate_kernel = _decode(("p_beta",))
+decode_key_kernel = _decode(())
 
 
 @triton.jit(

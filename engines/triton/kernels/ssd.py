@@ -14,13 +14,14 @@ stay on chip:
 
 dv is left to `reverse`. Where a group is larger than HP, `reduce` adds up what its programs write.
 
-A chunk is one part of at most 32 rows, or two: an early and a late one, so that products are of 32
-rows (too small for wgmma), and pairs above the diagonal are not multiplied.
+A chunk's rows are one part of at most 32, or two: an early and a late one, so that products are of
+32 rows, too small for wgmma.
 
-What a head leaves to be summed over steps goes through memory: `sums` [heads, V-blocks, 5 C + 2 BV]
-has 2^G q (S^T dO) and c / 2^G k (dS^T v); M D q k by column and, where both steps are of one part,
-the last line of dg; where they are not, M D q k by column and M D w q k by row; dO v by step; dS S
-and dO v by value channel. The chain rules follow at the end, once for all heads of a program.
+What a head leaves to be summed over steps goes through memory: `sums` [heads, V-blocks, 7 C + 2 BV]
+has 2^G q (S^T dO) and c / 2^G k (dS^T v); M D q k by column, of early rows and of late ones;
+the last line of dg where both steps are of one part, and M D w q k by late row over early columns;
+dO v by step; dS S and dO v by value channel. The chain rules follow at the end, once for all heads
+of a program.
 
 Tiles: [32, K] fp32 for dq and dk of either part, over all heads; S, dS [BV, K], v and dO of a head
 and V-block, staged by the software pipeline.
@@ -36,7 +37,7 @@ from lagraph.engines.triton.kernels.reverse import load_dout
 __all__ = ["SUMS", "gradient_ssd_kernel"]
 
 # Vectors [C] that a head leaves to be summed over steps.
-SUMS = tl.constexpr(6)
+SUMS = tl.constexpr(7)
 
 
 @triton.jit
@@ -49,25 +50,28 @@ def _through_states(b_do, b_v, b_s, b_ds, b_q, b_k, b_up, b_down, PREC: tl.const
 
 
 @triton.jit
-def _pairs(b_do, b_v, b_qk, b_gi, b_gj, LATER: tl.constexpr, PREC: tl.constexpr):
-    """M D and M D q k of rows of one part and columns of it or, LATER, of the part before."""
+def _pairs(
+    b_do, b_v, b_qk, b_gi, b_gj, b_w, AT: tl.constexpr, PREC: tl.constexpr, SUM: tl.constexpr
+):
+    """Of rows from AT on [R] and all columns [C]: M D w; M D q k summed over rows; the last line of
+    dg where both steps are of this part, and M D w q k summed over the columns before it."""
     R: tl.constexpr = b_do.shape[0]
+    C: tl.constexpr = b_v.shape[0]
     o_i = tl.arange(0, R)
-    b_d = b_gi[:, None] - b_gj[None, :]
-    if not LATER:
-        b_d = tl.where(o_i[:, None] >= o_i[None, :], b_d, -float("inf"))
-    b_m = tl.dot(b_do, tl.trans(b_v), input_precision=PREC) * tl.exp2(b_d)
-    return b_m, b_m * b_qk
-
-
-@triton.jit
-def _within(b_a, PREC: tl.constexpr):
-    """sum_(i >= t > j) A_ij for every t of a part, without differences."""
-    R: tl.constexpr = b_a.shape[0]
-    o_i = tl.arange(0, R)
-    b_before = tl.where(o_i[:, None] < o_i[None, :], 1.0, 0.0)  # [column, step]
-    b_n = tl.dot(b_a, b_before, input_precision=PREC)
-    return tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
+    o_j = tl.arange(0, C)
+    m_up = o_i[:, None] + AT >= o_j[None, :]
+    b_d = tl.exp2(tl.where(m_up, b_gi[:, None] - b_gj[None, :], -float("inf")))
+    b_m = tl.dot(b_do, tl.trans(b_v), input_precision=PREC) * b_d
+    b_a = b_m * b_qk
+    b_cols = tl.sum(b_a, axis=0)
+    b_m *= b_w[None, :]
+    b_a *= b_w[None, :]
+    b_rows = tl.sum(tl.where((o_j < AT)[None, :], b_a, 0.0), axis=1)
+    # Without differences: for each column its steps, then for each step its rows.
+    m_before = (o_j[:, None] < o_i[None, :] + AT) & (o_j[:, None] >= AT)
+    b_n = tl.dot(b_a, tl.where(m_before, 1.0, 0.0), input_precision=SUM)
+    b_in = tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
+    return b_m, b_cols, b_in, b_rows
 
 
 @triton.jit
@@ -183,20 +187,21 @@ def gradient_ssd_kernel(
     o_k0 = (o_i * s_kt)[:, None] + o_k[None, :]
     b_q0 = tl.load(p_q + o_q0, mask=m_0, other=0.0)
     b_k0 = tl.load(p_k + o_k0, mask=m_0, other=0.0)
-    b_qk00 = tl.dot(b_q0, tl.trans(b_k0), input_precision=PREC)
+    o_c = tl.arange(0, C)
+    m_c = (o_c < left)[:, None]
+    b_k = tl.load(p_k + (o_c * s_kt)[:, None] + o_k[None, :], mask=m_c, other=0.0)
+    b_qk0 = tl.dot(b_q0, tl.trans(b_k), input_precision=PREC)
     b_dq0 = tl.zeros([R, K], tl.float32)
     b_dk0 = tl.zeros([R, K], tl.float32)
-    b_w00 = tl.zeros([R, R], tl.float32)
+    b_ws0 = tl.zeros([R, C], tl.float32)
     if LATE:
         m_1 = (o_i + R < left)[:, None]
         b_q1 = tl.load(p_q + R * s_qt + o_q0, mask=m_1, other=0.0)
         b_k1 = tl.load(p_k + R * s_kt + o_k0, mask=m_1, other=0.0)
-        b_qk10 = tl.dot(b_q1, tl.trans(b_k0), input_precision=PREC)
-        b_qk11 = tl.dot(b_q1, tl.trans(b_k1), input_precision=PREC)
+        b_qk1 = tl.dot(b_q1, tl.trans(b_k), input_precision=PREC)
         b_dq1 = tl.zeros([R, K], tl.float32)
         b_dk1 = tl.zeros([R, K], tl.float32)
-        b_w10 = tl.zeros([R, R], tl.float32)
-        b_w11 = tl.zeros([R, R], tl.float32)
+        b_ws1 = tl.zeros([R, C], tl.float32)
 
     p_v += token * s_vt + i_h0 * s_vh
     p_do += token * s_ot + i_h0 * s_oh
@@ -205,6 +210,7 @@ def gradient_ssd_kernel(
         p_pre += token * s_pt + i_h0 * s_ph
         p_dz += token * s_dzt + i_h0 * s_dzh
     o_v0 = (o_i * s_vt)[:, None] + o_v[None, :]
+    o_vc = (o_c * s_vt)[:, None] + o_v[None, :]
     o_do0 = (o_i * s_ot)[:, None] + o_v[None, :]
     o_z0 = (o_i * s_zt)[:, None] + o_v[None, :]
     o_p0 = (o_i * s_pt)[:, None] + o_v[None, :]
@@ -224,58 +230,52 @@ def gradient_ssd_kernel(
         p_og = p_do + i_g * s_oh + i_v
         p_zg = p_z + i_g * s_zh + i_v if p_z is not None else p_z
         b_end = tl.load(p_rg + 4 * C - 1)
-        b_g0 = tl.load(p_rg + 3 * C + o_i)
-        b_w0 = tl.load(p_rg + 4 * C + o_i)
-        b_v0 = tl.load(p_vg + o_v0, mask=m_0, other=0.0)  # [R, BV]
+        b_g = tl.load(p_rg + 3 * C + o_c)
+        b_w = tl.load(p_rg + 4 * C + o_c)
+        b_gi = tl.load(p_rg + 3 * C + o_i)
+        b_wi = tl.load(p_rg + 4 * C + o_i)
+        b_v = tl.load(p_vg + o_vc, mask=m_c, other=0.0)  # [C, BV]
         b_do = load_dout(p_og, p_zg, o_do0, o_z0, m_0)  # [R, BV]
-        b_m, b_a = _pairs(b_do, b_v0, b_qk00, b_g0, b_g0, False, PREC)
-        b_w00 += b_m * b_w0[None, :]
-        b_col = tl.sum(b_a, axis=0)
-        b_in = _within(b_a * b_w0[None, :], SUM_PREC)
-        if p_dd is not None:
-            b_dd = tl.sum(b_do.to(tl.float32) * b_v0.to(tl.float32), axis=0 if D_CHANNEL else 1)
+        b_m, b_cols, b_in, _none = _pairs(b_do, b_v, b_qk0, b_gi, b_g, b_w, 0, PREC, SUM_PREC)
+        b_ws0 += b_m
+        tl.store(p_out + 2 * C + o_c, b_cols)
+        tl.store(p_out + 4 * C + o_i, b_in)
         o_state = i_g * (V * K) + i_v * K
         b_s = tl.load(p_s + o_state)  # [BV, K]
         b_ds = tl.load(p_ds + o_state)  # [BV, K]
         b_x = b_s.to(tl.float32) * b_ds.to(tl.float32)
         tl.store(p_out + SUMS * C + o_v, tl.sum(b_x, axis=1))
+        b_vi = tl.load(p_vg + o_v0, mask=m_0, other=0.0)  # [R, BV]
+        if p_dd is not None:
+            b_dd = tl.sum(b_do.to(tl.float32) * b_vi.to(tl.float32), axis=0 if D_CHANNEL else 1)
         b_x, b_y, b_qk = _through_states(
-            b_do, b_v0, b_s, b_ds, b_q0, b_k0, tl.exp2(b_g0), tl.exp2(b_end - b_g0), PREC
+            b_do, b_vi, b_s, b_ds, b_q0, b_k0, tl.exp2(b_gi), tl.exp2(b_end - b_gi), PREC
         )
         b_dq0 += b_x
-        b_dk0 += b_y * b_w0[:, None]
+        b_dk0 += b_y * b_wi[:, None]
         tl.store(p_out + o_two, b_qk)
         if LATE:
-            b_g1 = tl.load(p_rg + (3 * C + R) + o_i)
-            b_w1 = tl.load(p_rg + (4 * C + R) + o_i)
+            b_gi = tl.load(p_rg + (3 * C + R) + o_i)
+            b_wi = tl.load(p_rg + (4 * C + R) + o_i)
             b_do = load_dout(p_og + R * s_ot, p_zg + R * s_zt if p_z is not None else p_z,
                              o_do0, o_z0, m_1)  # fmt: skip
-            b_m, b_a = _pairs(b_do, b_v0, b_qk10, b_g1, b_g0, True, PREC)
-            b_w10 += b_m * b_w0[None, :]
-            b_late = tl.sum(b_a, axis=0)
-            b_col += b_late
-            tl.store(p_out + 4 * C + o_i, b_late)
-            tl.store(p_out + (4 * C + R) + o_i, tl.sum(b_a * b_w0[None, :], axis=1))
-            b_v1 = tl.load(p_vg + R * s_vt + o_v0, mask=m_1, other=0.0)
-            b_m, b_a = _pairs(b_do, b_v1, b_qk11, b_g1, b_g1, False, PREC)
-            b_w11 += b_m * b_w1[None, :]
-            b_x = tl.join(tl.sum(b_a, axis=0), _within(b_a * b_w1[None, :], SUM_PREC))
-            b_x = tl.join(tl.join(b_col, b_in), b_x)  # [R, 2, part]
-            o_x = o_two[:, :, None] + 2 * R * tl.arange(0, 2)[None, None, :]
-            tl.store(p_out + 2 * C + o_x, b_x)
+            b_m, b_cols, b_in, b_rows = _pairs(b_do, b_v, b_qk1, b_gi, b_g, b_w, R, PREC, SUM_PREC)
+            b_ws1 += b_m
+            tl.store(p_out + 3 * C + o_c, b_cols)
+            tl.store(p_out + (4 * C + R) + o_i, b_in)
+            tl.store(p_out + (5 * C + R) + o_i, b_rows)
+            b_vi = tl.load(p_vg + R * s_vt + o_v0, mask=m_1, other=0.0)
             if p_dd is not None:
-                b_x = b_do.to(tl.float32) * b_v1.to(tl.float32)
+                b_x = b_do.to(tl.float32) * b_vi.to(tl.float32)
                 b_dd += tl.sum(b_x, axis=0 if D_CHANNEL else 1)
             b_x, b_y, b_qk = _through_states(
-                b_do, b_v1, b_s, b_ds, b_q1, b_k1, tl.exp2(b_g1), tl.exp2(b_end - b_g1), PREC
+                b_do, b_vi, b_s, b_ds, b_q1, b_k1, tl.exp2(b_gi), tl.exp2(b_end - b_gi), PREC
             )
             b_dq1 += b_x
-            b_dk1 += b_y * b_w1[:, None]
+            b_dk1 += b_y * b_wi[:, None]
             tl.store(p_out + 2 * R + o_two, b_qk)
-        else:
-            tl.store(p_out + 2 * C + o_two, tl.join(b_col, b_in))
         if p_dd is not None:
-            tl.store(p_out + (SUMS * C + BV) + o_v if D_CHANNEL else p_out + 5 * C + o_i, b_dd)
+            tl.store(p_out + (SUMS * C + BV) + o_v if D_CHANNEL else p_out + 6 * C + o_i, b_dd)
         if p_z is not None:
             p_pg = p_pre + i_g * s_ph + i_v
             p_dzg = p_dz + i_g * s_dzh + i_v
@@ -290,10 +290,10 @@ def gradient_ssd_kernel(
     # The tile of P of the first head is free by now.
     o_w = o_i[:, None] * C + o_i[None, :]
     p_w = p_p + tile * (C * C) + o_w
-    tl.store(p_w, b_w00.to(IO))
+    p_wc = p_p + tile * (C * C) + o_i[:, None] * C + o_c[None, :]
+    tl.store(p_wc, b_ws0.to(IO))
     if LATE:
-        tl.store(p_w + R * C, b_w10.to(IO))
-        tl.store(p_w + (R * C + R), b_w11.to(IO))
+        tl.store(p_wc + R * C, b_ws1.to(IO))
     tl.debug_barrier()
     b_k0 = tl.load(p_k + o_k0, mask=m_0, other=0.0)
     b_q0 = tl.load(p_q + o_q0, mask=m_0, other=0.0)
@@ -320,7 +320,7 @@ def gradient_ssd_kernel(
     tl.store(p_dk + o_dk, b_dk0.to(OUT), mask=m_0)
 
     # Sums over the chunk's steps, then chain rules: [HP, C].
-    o_c = tl.arange(0, C)[None, :]
+    o_c = o_c[None, :]
     o_g = o_g[:, None]
     p_w = p_row + o_g * (ROWS * C) + 4 * C + o_c
     m_c = (o_c > 0) & (o_g >= 0)
@@ -336,12 +336,13 @@ def gradient_ssd_kernel(
         p_two = p_c + o_c
         b_dg += tl.cumsum(tl.load(p_two), axis=1, reverse=True)
         b_dg += tl.cumsum(b_before * tl.load(p_two - 1, mask=m_c, other=0.0), axis=1)
-        b_dg += tl.load(p_two + (2 * C + 1))
-        b_dw += tl.load(p_two + 1) + tl.load(p_two + 2 * C)
+        b_dg += tl.load(p_c + 4 * C)
+        b_dw += tl.load(p_two + 1) + tl.load(p_c + 2 * C)
         if LATE:
-            b_x = tl.load(p_c + 4 * C, mask=(o_c >= R) & (o_g >= 0), other=0.0)
+            b_dw += tl.load(p_c + 3 * C)
+            b_x = tl.load(p_c + 5 * C, mask=(o_c >= R) & (o_g >= 0), other=0.0)
             b_x = tl.cumsum(b_x, axis=1, reverse=True)
-            b_y = tl.load(p_c + (4 * C - 1), mask=m_c & (o_c < R), other=0.0)
+            b_y = tl.load(p_c + (3 * C - 1), mask=m_c & (o_c < R), other=0.0)
             b_y = tl.cumsum(b_before * b_y, axis=1)
             b_dg += tl.where(o_c >= R, b_x, b_y)
         p_in += SUMS * C + o_v[None, :]
@@ -351,7 +352,7 @@ def gradient_ssd_kernel(
                 p_tile = p_dd + (tile + o_g) * V + (i_v * BV + o_v)[None, :]
                 tl.store(p_tile, tl.load(p_in + BV))
             else:
-                p_tile = p_sums + (o_g * NV + i_v) * SUM + 5 * C + o_i[None, :]
+                p_tile = p_sums + (o_g * NV + i_v) * SUM + 6 * C + o_i[None, :]
                 b_dd += tl.sum(tl.load(p_tile), axis=1)
     if p_dd is not None:  # noqa: SIM102 (constants that fold one by one)
         if not D_CHANNEL:

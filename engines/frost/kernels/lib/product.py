@@ -14,6 +14,7 @@ __all__ = [
     "of_shared",
     "pair",
     "storer",
+    "transposed",
 ]
 
 ROWS = 64  # rows of a warpgroup's product
@@ -78,6 +79,11 @@ def issue_block(
         part = a[None, None, k] if cutlass.const_expr(cute.rank(a) == 3) else a
         cute.gemm(mma, acc, part, block, acc)
     warpgroup.commit_group()
+
+
+def transposed(tile):
+    """A tile [rows, columns, stages] as [columns, rows, stages]."""
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0, 2]))
 
 
 def loader(dtype, mma):

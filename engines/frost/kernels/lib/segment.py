@@ -23,8 +23,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 __all__ = [
-    "count_of", "ends", "load", "locate", "per_sequence", "place", "rows_before", "sequence",
-    "slice_of", "store",
+    "count_of", "ends", "keep", "load", "locate", "per_sequence", "place", "rows_before",
+    "sequence", "slice_of", "store",
 ]  # fmt: skip
 
 
@@ -107,6 +107,20 @@ def store(registers, target):
         for e in cutlass.range_constexpr(4):
             four[e] = registers[4 * q + e]
         cute.autovec_copy(four, target[None, q])
+
+
+@cute.jit
+def keep(registers, state, parts, is_state):
+    """What a segment does to a state: the end of one, or 64 rows of a map in two parts."""
+    if is_state:
+        store(registers, state)
+    else:
+        rounded = cute.make_rmem_tensor(registers.shape, BFloat16)
+        rounded.store(registers.load().to(BFloat16))
+        cute.autovec_copy(rounded, parts[None, None, None, 0])
+        for i in cutlass.range_constexpr(cute.size(registers)):
+            rounded[i] = (registers[i] - rounded[i].to(Float32)).to(BFloat16)
+        cute.autovec_copy(rounded, parts[None, None, None, 1])
 
 
 def slice_of(thread, states, row, head, column):

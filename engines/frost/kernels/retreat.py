@@ -1,0 +1,170 @@
+"""The state's warpgroups backwards: its gradient, 64 rows of V, through all chunks from the last.
+
+With D for the gradient of O, for a chunk whose state leaves with the gradient S [V, K]:
+
+    X^T  = S K^T diag(exp(b_64 - b)) + D^T P              what U is due
+    W^T  = X^T (I + L)^-1 diag(beta)                      what V is due
+    S   <- exp(b_64) S + D^T diag(scale exp b) Q - W^T diag(exp b) K
+
+It takes the same tiles as `advance`, transposed: W comes 16 tokens at a time from the last ones on,
+W_i = T_i^T (X_i - sum_j>i G_ji^T W_j).
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from lagraph.engines.frost.kernels.lib import product, segment
+from lagraph.engines.frost.kernels.tile import (
+    ERASE,
+    FACTOR_STAGES,
+    K_STAGES,
+    PART,
+    Q_STAGES,
+    QUERY,
+    SLICE,
+    V_STAGES,
+    WRITE,
+    C,
+)
+
+__all__ = ["retreat"]
+
+
+@cute.jit
+def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
+    """The life of warpgroup `wg`, from nothing, or from the unit matrix below V."""
+    dtype = sig.io
+    rows, last = numbers.rows, numbers.last
+    pipe_q, pipe_k, pipe_v, pipe_f, _ = rings
+    tid = cute.arch.thread_idx()[0] % 128
+    lane = cute.arch.lane_idx()
+
+    # a [64 rows of V, ...] in registers, by tiles of tokens and by transposes.
+    by_token = product.of_registers(dtype, C)
+    by_score = product.of_registers(dtype, C, OperandMajorMode.MN)
+    by_query = product.of_registers(dtype, sig.queries)
+    by_part = product.of_registers(dtype, PART, OperandMajorMode.MN)
+    by_key = product.of_registers(dtype, sig.K, OperandMajorMode.MN)
+    thread, thread_s = by_token.get_slice(tid), by_score.get_slice(tid)
+    thread_q, thread_p = by_query.get_slice(tid), by_part.get_slice(tid)
+    thread_k = by_key.get_slice(tid)
+    bK = thread.make_fragment_B(thread.partition_B(tiles.K))
+    scores = cute.local_tile(tiles.P, (sig.queries, C, FACTOR_STAGES), (0, 0, 0))
+    bP = thread_s.make_fragment_B(thread_s.partition_B(product.transposed(scores)))
+    bT = thread_p.make_fragment_B(thread_p.partition_B(product.transposed(tiles.T)))
+    queries = cute.local_tile(tiles.Q, (sig.queries, sig.K, Q_STAGES), (0, 0, 0))
+    bQ = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(queries)))
+    bKt = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(tiles.K)))
+
+    S = product.accumulator(thread_k, SLICE, sig.K)
+    X = product.accumulator(thread_s, SLICE, C)
+    U = product.accumulator(thread_p, SLICE, PART)
+    W = tuple(product.accumulator(thread_p, SLICE, PART) for _ in range(C // PART))
+    count = cute.size(U)
+    S_in, S_low = product.as_operand(thread, S, dtype, SLICE, sig.K)
+    W_in, W_low = product.as_operand(thread, X, dtype, SLICE, C)
+    U_in, U_low = product.as_operand(thread, X, dtype, SLICE, C)
+    part_in, part_low = product.as_operand(thread_p, U, dtype, SLICE, PART)
+    D = product.accumulator(thread_q, SLICE, sig.queries)
+    D_in, D_low = product.as_operand(thread_q, D, dtype, SLICE, sig.queries)
+    E_in, E_low = product.as_operand(thread_q, D, dtype, SLICE, sig.queries)
+
+    load = product.loader(dtype, by_query)
+    from_d = load.get_slice(tid)
+    mine = cute.local_tile(product.transposed(tiles.V), (SLICE, sig.queries, V_STAGES), (wg, 0, 0))
+    d_source, d_target = from_d.partition_S(mine), from_d.retile(D_low)
+    d_bits = cute.recast_tensor(D_low, Int32)
+    taken = Int32(0) if work.part * sig.rows >= sig.V else Int32(-1)
+
+    column = work.part * sig.slices + wg
+    target = segment.place(ends[0], work.slot, work.head, column % (sig.V // SLICE), tid)
+    map_column = cutlass.max(column - sig.V // SLICE, Int32(0))
+    maps = ends[1][None, None, None, work.head, work.slot]
+    parts = thread_k.partition_C(cute.local_tile(maps, (SLICE, sig.K), (map_column, 0, None)))
+    place = thread_k.partition_C(cute.make_identity_tensor((SLICE, sig.K)))
+    for i in cutlass.range_constexpr(cute.size(S)):
+        r, k = place[i]
+        S[i] = Float32(1.0) if r + column * SLICE - sig.V == k else Float32(0.0)
+    S_low.store(S.load().to(dtype))
+
+    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
+    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
+    at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, V_STAGES)
+    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, FACTOR_STAGES)
+    if cutlass.const_expr(sig.stagger):  # noqa: SIM102 - one at compile time, one at run time
+        if wg == 1:  # the first warpgroup goes first
+            cute.arch.barrier_arrive(barrier_id=4, number_of_threads=256)
+    for c in cutlass.range(work.chunks, unroll=1):
+        pipe_k.consumer_wait(at_k)
+        if cutlass.const_expr(sig.stagger):
+            cute.arch.barrier(barrier_id=4 + wg, number_of_threads=256)
+        product.issue(by_token, X, S_in, bK[None, None, None, at_k.index], False)
+        pipe_f.consumer_wait(at_f)
+        pipe_v.consumer_wait(at_v)
+        for pair in cutlass.range_constexpr(sig.queries // 16):
+            cute.copy(load, d_source[None, None, pair, at_v.index], d_target[None, None, pair])
+        cute.nvgpu.warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(cute.size(d_bits)):
+            d_bits[i] = d_bits[i] & taken
+        for group in cutlass.range_constexpr(C // 8):
+            write = product.pair(rows[None, WRITE, at_f.index], lane, group)
+            for e in cutlass.range_constexpr(4):
+                X[4 * group + e] = write[e % 2] * X[4 * group + e]
+        product.issue(by_score, X, D_in, bP[None, None, None, at_f.index], True)
+        for group in cutlass.range_constexpr(sig.queries // 8):
+            query = product.pair(rows[None, QUERY, at_f.index], lane, group)
+            for e in cutlass.range_constexpr(4):
+                i = 4 * group + e
+                E_low[i] = (query[e % 2] * D_low[i].to(Float32)).to(dtype)
+        decay = last[at_f.index]
+        for i in cutlass.range_constexpr(cute.size(S)):
+            S[i] = decay * S[i]
+        cute.nvgpu.warpgroup.wait_group(0)
+        pipe_v.consumer_release(at_v)  # a product is done that depends on its loads: see `advance`
+        for i in cutlass.range_constexpr(cute.size(X)):
+            piece = W[i // count]
+            piece[i % count] = X[i]
+
+        # W, 16 tokens at a time: their own, then what they take from those before.
+        stage = bT[None, None, None, at_f.index]
+        for back in cutlass.range_constexpr(C // PART):
+            p = C // PART - 1 - back
+            part_low.store(W[p].load().to(dtype))
+            product.issue_block(by_part, U, part_in, stage, p, p, 1, False)
+            if cutlass.const_expr(p == 0 and sig.stagger):  # noqa: SIM102
+                if wg == 0 or c + 1 < work.chunks:
+                    cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=256)
+            cute.nvgpu.warpgroup.wait_group(0)
+            for i in cutlass.range_constexpr(count):
+                U_low[p * count + i] = U[i].to(dtype)
+            for n in cutlass.range_constexpr(p):
+                product.issue_block(
+                    by_part, W[p - 1 - n], U_in[None, None, p], stage, p - 1 - n, p, 1, True
+                )
+            for group in cutlass.range_constexpr(PART // 8):
+                erase = product.pair(rows[None, ERASE, at_f.index], lane, group + p * (PART // 8))
+                for e in cutlass.range_constexpr(4):
+                    i = 4 * group + e
+                    W_low[i + p * count] = (-erase[e % 2] * U[i]).to(dtype)
+            if cutlass.const_expr(p > 0):
+                cute.nvgpu.warpgroup.wait_group(p - 1)
+        pipe_q.consumer_wait(at_q)
+        product.issue(by_key, S, E_in, bQ[None, None, None, at_q.index], True)
+        product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
+        cute.nvgpu.warpgroup.wait_group(0)
+        pipe_q.consumer_release(at_q)
+        pipe_k.consumer_release(at_k)
+        cute.arch.sync_warp()
+        if lane == 0:
+            pipe_f.consumer_release(at_f)
+        S_low.store(S.load().to(dtype))
+        at_k.advance()
+        at_q.advance()
+        at_v.advance()
+        at_f.advance()
+
+    if work.first >= 0:
+        segment.keep(S, target, parts, column < sig.V // SLICE)
