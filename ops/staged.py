@@ -43,7 +43,7 @@ from lagraph.errors import RuleBroken, ShapeMismatch
 from lagraph.ops.algebra import pack
 from lagraph.ops.dense import offsets
 from lagraph.ops.form import FORMS, Call, explain
-from lagraph.ops.kinds import Impl, engine_of
+from lagraph.ops.kinds import Impl, engine_of, pin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -128,6 +128,7 @@ class Local:
     family: str
     options: Mapping[str, Any]
     engine: str
+    kernel_options: Mapping[str, Any] | None = None
 
     def node(self, direction: Any) -> Any:
         return registry.family(self.family).node(direction)
@@ -143,7 +144,8 @@ class Local:
         known = {attr.name for attr in node.attrs}
         chosen = {n: x for n, x in {**self.options, **options}.items() if n in known}
         prefix = node.plan_prefix if direction.startswith("summary") else self.family
-        made = plan.request(node, chosen, plan_name=f"{prefix}_{self.engine}")
+        pin = pin_of(prefix, self.engine, self.kernel_options)
+        made = plan.request(node, chosen, plan_name=pin)
         taken = [ports.get(p.name) for p in node.inputs if p.role != "pool"]
         return getattr(torch.ops.lagraph, node.op).default(*taken, made.text)
 
@@ -445,7 +447,7 @@ def prepare(
     check(name, family, tensors, None, cu_seqlens, options)
     first = tensors[next(iter(form.axes))]
     engine = engine_of(name, impl, first, kernel_options, family != "gdn")  # type: ignore[arg-type]
-    return Prepared(Local(family, options, engine), tensors, cu_seqlens)
+    return Prepared(Local(family, options, engine, kernel_options), tensors, cu_seqlens)
 
 
 def check(
@@ -482,7 +484,8 @@ def prepare_backward(
     """The backward of any family."""
     name = f"chunk_{family}_prepare_backward"
     engine = engine_of(name, impl, saved[0], kernel_options, family != "gdn")
-    return PreparedGradient(Local(family, options, engine), saved, d_output, initial_state)
+    local = Local(family, options, engine, kernel_options)
+    return PreparedGradient(local, saved, d_output, initial_state)
 
 
 def _check_bounds(rows: list[list[int]], tokens: int, family: str) -> None:

@@ -1139,7 +1139,7 @@ def test_preferences_hold_measurements():
     for row in support.PREFER:
         assert (row.family, row.direction) in support.KERNELS
         assert row.where
-        assert re.search(r"\d", row.measured), "a preference has its measurement with it"
+        assert re.search(r"\d\.\d+ \(\d", row.measured), "a preference has its measurement with it"
 
 
 PREFERRED = {

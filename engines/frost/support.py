@@ -26,6 +26,10 @@ LINK = "lagraph.engines.frost.kernels.link:Link"
 MANY = 64  # heads that fill a GPU with one sequence
 
 
+def _gentle(problem: Problem) -> bool:
+    return not problem.options.allow_neg_eigval
+
+
 def _preferred(problem: Problem) -> bool:
     options = problem.options
     if options.allow_neg_eigval:
@@ -36,21 +40,53 @@ def _preferred(problem: Problem) -> bool:
 
 # Where the engine is chosen without a pin: where it was measured faster than those after it. A row
 # holds the measurement. Strengths up to 2 amplify rounding: see docs/engines.md.
-WHERE = f"without allow_neg_eigval; with batch_invariant from {MANY} heads on"
+GENTLE = "without allow_neg_eigval"
+HOW = "H200, bf16, slow gates, K = V = 128, commit 10431da, ms with the host's part, Triton's in "
+HOW += "brackets: "
 PREFER: tuple[Preference, ...] = (
     Preference(
         "gdn",
         "forward",
-        where=WHERE,
-        measured="H200, bf16, slow gates, ms, Triton's in brackets",
+        where=f"{GENTLE}; with batch_invariant from {MANY} heads on",
+        measured=HOW + "1 x 32768, 2/8 heads 0.303 (0.368), 8/32 0.780 (0.974), 16/64 1.245 "
+        "(1.667); 1 x 2048, 16/32 0.126 (0.163); 8 x 4096, 8/32 0.408 (0.625)",
         holds=_preferred,
     ),
     Preference(
         "gdp",
         "forward",
-        where=WHERE,
-        measured="H200, bf16, slow gates, ms, Triton's in brackets",
+        where=f"{GENTLE}; with batch_invariant from {MANY} heads on",
+        measured=HOW + "n = 2, 4 x 8192, 16 heads 0.501 (0.907); 1 x 16384 0.441 (0.620); 1 x 4096 "
+        "0.165 (0.226)",
         holds=_preferred,
+    ),
+    Preference(
+        "gdn",
+        "summary",
+        where=GENTLE,
+        measured=HOW + "1 x 131072, 16 heads 0.961 (8.169); 8 x 4096, 32 heads 0.551 (0.688)",
+        holds=_gentle,
+    ),
+    Preference(
+        "gdn",
+        "summary_backward",
+        where=GENTLE,
+        measured=HOW + "1 x 131072, 16 heads 1.355 (6.460); 8 x 4096, 32 heads 0.406 (0.611)",
+        holds=_gentle,
+    ),
+    Preference(
+        "gdp",
+        "summary",
+        where=GENTLE,
+        measured=HOW + "n = 2, 1 x 32768, 16 heads 0.490 (4.105)",
+        holds=_gentle,
+    ),
+    Preference(
+        "gdp",
+        "summary_backward",
+        where=GENTLE,
+        measured=HOW + "n = 2, 1 x 32768, 16 heads 0.606 (3.155)",
+        holds=_gentle,
     ),
 )
 

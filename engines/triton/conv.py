@@ -64,7 +64,7 @@ def schedule(
     if kind == "backward":
         # Instructions bound it: what counts is how many warps there are to issue them. Without
         # a limit the compiler takes half as many registers again, to no end.
-        plan = Schedule(64, 4 if W <= 4 else 2, 0, 4, 112 if dtype.itemsize == 2 and W <= 4 else 0)
+        plan = Schedule(64, 4 if W <= 4 else 2, 0, 4, 128 if dtype.itemsize == 2 and W <= 4 else 0)
     else:
         # 16 bytes a load, but where the window would take too many registers. One row has to load
         # the weight for itself, whose taps lie the closer together the fewer channels there are.

@@ -240,8 +240,8 @@ def decode(
 
     # As many as it takes without spilling; left alone, some families take a third more.
     limit = None
-    if K == 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
-        limit = 80 if traits.delta and substeps == 1 and traits.gate == "head" else 96
+    if traits.delta and K == 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
+        limit = 80 if substeps == 1 and traits.gate == "head" else 96
 
     def steps(x: torch.Tensor | None, several_updates: bool = False) -> tuple[int, ...]:
         """Strides of sequence, token, update if asked for, and head. One token's row stride is
