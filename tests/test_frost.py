@@ -27,7 +27,7 @@ from table import pending
 import lagraph
 from lagraph import doc, errors, infer, registry, select
 from lagraph.desc import layout_class
-from lagraph.engines.frost import cache, compile, launch, schedule, support
+from lagraph.engines.frost import cache, compile, launch, pieces, schedule, support
 from lagraph.engines.frost.cache import Cache
 from lagraph.engines.frost.signature import Signature
 from lagraph.plan import metas_of, problem_of
@@ -682,13 +682,13 @@ FACTS = {
 @pytest.mark.parametrize(("more", "options", "facts"), FACTS.values(), ids=FACTS)
 def test_the_signature_says_what_a_call_is(recorded, more, options, facts):
     problem, _, _ = described(given(**more), **options)
-    signature = launch.signature_of(problem, {})
+    signature = pieces.signature_of(problem, {})
     assert {name: getattr(signature, name) for name in facts} == facts
 
 
 def test_the_signature_has_neither_lengths_nor_head_counts(recorded):
-    one = launch.signature_of(described(given(T=6, N=2, H=2))[0], {})
-    two = launch.signature_of(described(given(T=64, N=1, H=3))[0], {})
+    one = pieces.signature_of(described(given(T=6, N=2, H=2))[0], {})
+    two = pieces.signature_of(described(given(T=64, N=1, H=3))[0], {})
     assert one == two
     assert compile.key(one, 90) == compile.key(two, 90)
 
@@ -696,11 +696,11 @@ def test_the_signature_has_neither_lengths_nor_head_counts(recorded):
 def test_products_expanded_and_token_major(recorded):
     x = given(n=3)
     problem, _, _ = described(x, "gdp", num_householder=3)
-    flat = launch.signature_of(problem, {})
+    flat = pieces.signature_of(problem, {})
     for name in ("k", "v", "beta"):
         x[name] = x[name].view(6, 3, *x[name].shape[1:])
     problem, _, _ = described(x, "gdp", num_householder=3)
-    nested = launch.signature_of(problem, {})
+    nested = pieces.signature_of(problem, {})
     assert (flat.family, flat.n, flat.token_major) == ("gdp", 3, False)
     assert nested == replace(flat, token_major=True)
     got, _ = run(x, "gdp", num_householder=3)
@@ -710,8 +710,8 @@ def test_products_expanded_and_token_major(recorded):
 
 def test_a_knob_sets_a_field(recorded):
     problem, _, _ = described(given(V=128, K=128))
-    assert launch.signature_of(problem, {}).rows == 128
-    assert launch.signature_of(problem, {"rows": 64}).rows == 64
+    assert pieces.signature_of(problem, {}).rows == 128
+    assert pieces.signature_of(problem, {"rows": 64}).rows == 64
 
 
 @dataclass(frozen=True)
@@ -887,7 +887,7 @@ def test_all_that_a_plan_may_call_is_compiled_ahead(phases, monkeypatch, tmp_pat
     monkeypatch.setattr(compile, "ready", lambda signature, arch: False)
     problem = described(many(64, K=128, V=128))[0]
     names = {job.label for job in ENGINE.jobs(problem, {})}
-    assert names == {signature.name for signature in launch.pieces(problem, {}).values()}
+    assert names == {signature.name for signature in pieces.pieces(problem, {}).values()}
     assert len(names) == 5
 
 

@@ -31,7 +31,7 @@ class FrostEngine:
         """What another process can compile for this problem: all that is not on the disk yet."""
         from lagraph.engines.frost import compile
         from lagraph.engines.frost.cache import CACHE
-        from lagraph.engines.frost.launch import pieces
+        from lagraph.engines.frost.pieces import pieces
         from lagraph.warmup import Job
 
         arch = problem.arch

@@ -12,17 +12,15 @@ when a call first needs them.
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from lagraph import registry
-from lagraph.desc import dtype_name, layout_class
+from lagraph.desc import layout_class
 from lagraph.engines.frost import compile
-from lagraph.engines.frost.schedule import C, Shape, choose
-from lagraph.engines.frost.support import KERNELS, LINK
+from lagraph.engines.frost.pieces import pieces, scalars, signature_of
+from lagraph.engines.frost.schedule import C, Choice, Shape, choose
 from lagraph.plan import compiled_source
 
 if TYPE_CHECKING:
@@ -31,113 +29,16 @@ if TYPE_CHECKING:
     from lagraph.engines.frost.signature import Signature
     from lagraph.problem import Problem
 
-__all__ = ["ForwardPlan", "SummaryPlan", "facts", "pieces", "plan", "scalars", "signature_of"]
+__all__ = ["ForwardPlan", "SummaryBackwardPlan", "SummaryPlan", "plan"]
 
-# Fields of a signature that hold a tensor's dtype.
-TENSORS = {
-    "g": "g",
-    "beta": "beta",
-    "a_log": "a_log",
-    "bias": "dt_bias",
-    "offsets": "cu_seqlens",
-    "initial": "initial_state",
-    "index": "state_indices",
-    "final": "final_state",
-    "checkpoints": "state_checkpoints",
-    "transition": "transition",
-}
 ALIGN = 16  # bytes: what TMA, and vector loads, ask of an address and of strides
 # Read by plain loads, whatever their address and strides.
 PLAIN = frozenset({"g", "beta", "a_log", "dt_bias", "cu_seqlens", "state_indices", "workspace"})
 # With an axis of sub-steps, or flat.
 STEPS = frozenset({"k", "v", "beta"})
-# What a kernel that opens segments neither reads nor writes.
-CLOSED = {"initial": "", "index": "", "final": "", "checkpoints": "", "every": 0}
-PHASES = {"forward": "whole", "summary": "open", "summary_backward": "retreat"}
+AS_IT_IS = Choice(False, 0, 0, 0.0)
 WHOLE = 1 << 30  # steps: longer than any sequence that is left whole
 SMS = 132  # of a device that is not here
-
-
-def facts(problem: Problem) -> dict[str, int | str | bool]:
-    """The static facts of a problem that a signature may be made of, by field name.
-
-    family, dtype (of the tokens), sizes by letter (n: updates a token, 1 without sub-steps).
-    phase: "whole", or of a summary "open" or "retreat"; carries: not a summary; reverse: a
-    summary's backward, whose initial is d_final_state and whose final is d_initial_state.
-    gate: "log", "linear" or "softplus"; norm, sigmoid, double: l2norm of q and k, sigmoid of beta,
-    twice that. g, beta, a_log, bias, offsets, initial, index, final, checkpoints, transition: a
-    tensor's dtype, "" where it is absent. token_major: k, v and beta have an axis n. every: steps
-    between checkpoints. invariant: batch_invariant. rows: rows of V of one CTA, all unless a knob
-    says so.
-    """
-    options = problem.options
-    found: dict[str, int | str | bool] = {"n": 1, **problem.sizes, "rows": problem.sizes["V"]}
-    names = TENSORS
-    if problem.direction == "summary_backward":
-        names = names | {"initial": "d_final_state", "final": "d_initial_state"}
-    for field, name in names.items():
-        found[field] = dtype_name(problem.dtypes[name]) if problem.has(name) else ""
-    found |= {
-        "family": problem.family,
-        "phase": PHASES[problem.direction],
-        "carries": problem.direction == "forward",
-        "reverse": problem.direction == "summary_backward",
-        "dtype": dtype_name(problem.io_dtype),
-        "gate": "softplus" if options.safe_gate else options.gate_domain,
-        "norm": bool(options.use_qk_l2norm),
-        "sigmoid": bool(options.use_beta_sigmoid),
-        "double": bool(options.allow_neg_eigval),
-        "token_major": problem.traits.substeps and problem.ranks["k"] == 4,
-        "every": int(getattr(options, "checkpoint_every_n_tokens", 0) or 0),
-        "invariant": bool(options.batch_invariant),
-    }
-    return found
-
-
-def scalars(problem: Problem) -> dict[str, int | float]:
-    """Numbers that a function may take, by name."""
-    options = problem.options
-    return {
-        "scale": float(getattr(options, "scale", None) or 0.0),
-        "every": int(getattr(options, "checkpoint_every_n_tokens", 0) or 0),
-    }
-
-
-def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
-    """The signature of the kernel that serves a problem, or of a summary's first: every field by
-    its name, out of the problem's facts and the plan name's knobs."""
-    known = facts(problem) | dict(knobs)
-    if problem.direction != "forward":
-        known |= CLOSED | {"rows": min(problem.sizes["K"], int(known["rows"]))}
-    return _signature(KERNELS[problem.family, problem.direction], known)
-
-
-def pieces(problem: Problem, knobs: Mapping[str, int | str]) -> dict[str, Signature]:
-    """Signatures of all that a plan may call: "whole" sequences, "narrow" where a CTA has half of
-    the rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
-    """
-    first, known = signature_of(problem, knobs), facts(problem)
-    if problem.direction != "forward":
-        return {"open": first, "link": _signature(LINK, known)}
-    found = {"whole": first}
-    if hasattr(first, "phase") and not problem.options.batch_invariant:
-        rows = min(first.V, first.K, first.rows)  # type: ignore[attr-defined]
-        link = known | {"final": "", "transition": ""}
-        if "rows" not in knobs and first.V > 64:  # type: ignore[attr-defined]
-            found["narrow"] = replace(first, rows=64)  # type: ignore[type-var]
-        found["open"] = replace(first, phase="open", rows=rows, **CLOSED)  # type: ignore[type-var]
-        found["link"] = _signature(LINK, link)
-        found["close"] = replace(first, phase="close", initial="")  # type: ignore[type-var]
-    return found
-
-
-def _signature(kernel: str, known: Mapping[str, int | str | bool]) -> Signature:
-    kind = registry.load(kernel)
-    names = [field.name for field in fields(kind)]
-    if not set(names) <= set(known):
-        unknown = sorted(set(names) - set(known))
-        raise TypeError(f"{kind.__name__}: no fact of a problem and no knob is called {unknown}")
-    return kind(**{name: known[name] for name in names})
 
 
 def plan(problem: Problem, knobs: Mapping[str, int | str]) -> Any:
@@ -194,7 +95,7 @@ class _Plan:
         self.few = self._few()
         scope = {
             "function": self.function, "repair": self._repair, "idle": self._idle,
-            "choose": self.choice, "few": self.few,
+            "choose": self.chosen, "few": self.few,
             "empty": torch.empty, "uint8": torch.uint8, "size": self.workspace_size,
         }  # fmt: skip
         scope |= {f"scalar_{name}": value for name, value in self.scalars.items()}
@@ -222,22 +123,26 @@ class _Plan:
         """Run on segments: arguments as `arguments` has them."""
         raise NotImplementedError
 
-    def choice(self, T: int, N: int) -> tuple[Any, int, int]:
+    def choice(self, T: int, N: int) -> Choice:
+        """How sequences of these shapes run."""
+        if self.shape is None or not 0 < N < self.few:
+            return AS_IT_IS
+        if self.segment >= 0:
+            return AS_IT_IS._replace(span=self.segment)
+        return choose(self.shape, -(-T * self.n // (C * N)), N)
+
+    def chosen(self, T: int, N: int) -> tuple[Any, int, int]:
         """What runs these shapes; steps a segment, 0 for whole sequences, and by how many the last
         but one is shorter."""
-        if self.shape is None or not 0 < N < self.few:
-            return self.function, 0, 0
-        if self.segment >= 0:
-            return self.cut, C * self.segment, 0
-        best = choose(self.shape, -(-T * self.n // (C * N)), N)
+        best = self.choice(T, N)
         if best.span:
             return self.cut, C * best.span, C * best.less
         return (self.functions["narrow"] if best.narrow else self.function), 0, 0
 
     def workspace_size(self, T: int, N: int) -> int:
         """Bytes of workspace at these sizes."""
-        _, span, less = self.choice(T, N)
-        return (T * self.n // span + (2 if less else 1) * N) * self.slot if span else 0
+        _, span, less, _ = self.choice(T, N)
+        return (T * self.n // (C * span) + (2 if less else 1) * N) * self.slot if span else 0
 
     @cached_property
     def functions(self) -> Functions:
@@ -407,9 +312,10 @@ class SummaryPlan(_Plan):
     def _few(self) -> int:
         return WHOLE  # there is no other way
 
-    def choice(self, T: int, N: int) -> tuple[Any, int, int]:
-        span = 0 if self.problem.options.batch_invariant else super().choice(T, N)[1]
-        return self.cut, span or WHOLE, 0
+    def choice(self, T: int, N: int) -> Choice:
+        invariant = self.problem.options.batch_invariant
+        best = AS_IT_IS if invariant else super().choice(T, N)
+        return best if best.span else best._replace(span=WHOLE // C)
 
     def cut(
         self, k, v, g, beta, a_log, dt_bias, cu_seqlens, initial, final, transition, workspace, span

@@ -19,7 +19,7 @@ class Signature:
     """Base of the kernels' dataclasses.
 
     arguments: what the compiled function takes, in order and by name: inputs and outputs of the
-    node, "workspace", and the scalars of `launch.scalars`. The stream is not among them: it is
+    node, "workspace", and the scalars of `pieces.scalars`. The stream is not among them: it is
     torch's current one.
     """
 

@@ -47,7 +47,8 @@ PROGRAMS, PROGRAMS_BACKWARD = 2048, 4096
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """threads a program, channels a thread, rows a program (0 lets the sizes decide), rows that are
-    loaded before the first one is used, and registers a thread at most (0: as many as it takes).
+    loaded before the first one is used, registers a thread at most (0: as many as it takes), and
+    of "backward", whether the next rows are on their way meanwhile.
     """
 
     threads: int
@@ -55,6 +56,7 @@ class Schedule:
     rows: int
     group: int = 8
     registers: int = 0
+    ahead: bool = False
 
 
 def schedule(
@@ -64,7 +66,9 @@ def schedule(
     if kind == "backward":
         # Instructions bound it: what counts is how many warps there are to issue them. Without
         # a limit the compiler takes half as many registers again, to no end.
-        plan = Schedule(64, 4 if W <= 4 else 2, 0, 4, 128 if dtype.itemsize == 2 and W <= 4 else 0)
+        plan = Schedule(
+            64, 4 if W <= 4 else 2, 0, 4, 128 if dtype.itemsize == 2 and W <= 4 else 0, True
+        )
     else:
         # 16 bytes a load, but where the window would take too many registers. One row has to load
         # the weight for itself, whose taps lie the closer together the fewer channels there are.
@@ -73,7 +77,8 @@ def schedule(
     if chosen is None:
         return plan
     if len(chosen) > 3 or chosen[1] == plan.channels:
-        return Schedule(*chosen, *(plan.group, plan.registers)[len(chosen) - 3 :])
+        rest = plan.group, plan.registers, plan.ahead
+        return Schedule(*chosen, *rest[len(chosen) - 3 :])
     return Schedule(*chosen, plan.group)
 
 
@@ -221,7 +226,7 @@ def backward(
             (N, T, per, rows),
             (*_lead(2, x), *_lead(2, weight), *_lead(2, dy), *_lead(1, cu), *_lead(2, history),
              *_lead(2, d_final)),
-            {"C": C, "W": W, "BC": block, "R": plan.group,
+            {"C": C, "W": W, "BC": block, "R": plan.group, "AHEAD": plan.ahead,
              "SLOPE": None if act is None else act[1], "num_warps": warps,
              "maxnreg": (plan.registers if history is None and d_final is None else 0) or None},
         )  # fmt: skip

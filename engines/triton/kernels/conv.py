@@ -210,25 +210,46 @@ def conv_kernel(
 
 
 @triton.jit
+def _rows_of(p_x, p_dy, s_xt, s_yt, i_g, m_x, R: tl.constexpr):
+    """R rows of x and dy from i_g on, as they are stored, where the mask holds."""
+    b_xs = ()
+    b_ys = ()
+    p_x += i_g * s_xt
+    p_dy += i_g * s_yt
+    for r in tl.static_range(R):
+        b_xs = b_xs + (tl.load(p_x + r * s_xt, mask=m_x, other=0.0),)
+        b_ys = b_ys + (tl.load(p_dy + r * s_yt, mask=m_x, other=0.0),)
+    return b_xs, b_ys
+
+
+@triton.jit
+def _last_rows(
+    p_x, p_dy, s_xt, s_yt, o_c, i_g, length, C: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """The same, zero from `length` on."""
+    b_xs = ()
+    b_ys = ()
+    p_x += i_g * s_xt
+    p_dy += i_g * s_yt
+    for r in tl.static_range(R):
+        m_x = _only(o_c, i_g + r < length, C)
+        b_xs = b_xs + (tl.load(p_x + r * s_xt, mask=m_x, other=0.0),)
+        b_ys = b_ys + (tl.load(p_dy + r * s_yt, mask=m_x, other=0.0),)
+    return b_xs, b_ys
+
+
+@triton.jit
 def _group(
-    b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_g, i_c, i_0, i_1,
-    length, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, R: tl.constexpr,
-    MASKED: tl.constexpr, OWN: tl.constexpr, SLOPE: tl.constexpr,
+    b_xs, b_ys, b_x, b_z, b_dw, b_w, p_df, p_dx, p_dh, s_fw, o_c, i_g, i_c, i_0, i_1, length,
+    C: tl.constexpr, W: tl.constexpr, R: tl.constexpr, MASKED: tl.constexpr, OWN: tl.constexpr,
+    SLOPE: tl.constexpr,
 ):  # fmt: skip
     """R rows from i_g on: their dz, and dx of the W - 1 rows before them, up to i_1.
 
-    MASKED: rows from `length` on are not read; their dz is zero. OWN: they count for dw.
+    MASKED: rows from `length` on are zero, and so is their dz. OWN: they count for dw.
     """
     H: tl.constexpr = W - 1
     m_c = o_c < C
-    b_xs = ()
-    b_ys = ()
-    p_xg = p_x + i_g * s_xt
-    p_yg = p_dy + i_g * s_yt
-    for r in tl.static_range(R):
-        m_t = _only(o_c, i_g + r < length, C) if MASKED else m_c
-        b_xs = b_xs + (tl.load(p_xg + r * s_xt, mask=m_t, other=0.0),)
-        b_ys = b_ys + (tl.load(p_yg + r * s_yt, mask=m_t, other=0.0),)
     p_out = p_dx + (i_g - H) * C
     for r in tl.static_range(R):
         b_win = b_x + (b_xs[r].to(tl.float32),)
@@ -302,6 +323,7 @@ def conv_backward_kernel(
     W: tl.constexpr,
     BC: tl.constexpr,
     R: tl.constexpr,
+    AHEAD: tl.constexpr,
     SLOPE: tl.constexpr,
 ):
     NC: tl.constexpr = (C + BC - 1) // BC
@@ -352,23 +374,36 @@ def conv_backward_kernel(
         b_x = b_x + (_row(p_x, p_h, s_xt, s_hw, o_c, i_0 + (j - H), live, live, C, W),)
         b_z = b_z + (tl.zeros([BC], tl.float32),)
 
-    # Whole groups without masks, then what is left, then the rows that dx waits for.
+    # Whole groups without masks, AHEAD with the next one on its way; then what is left, then the
+    # rows that dx waits for.
     i_2 = i_0 + (i_1 - i_0) // R * R
+    if AHEAD:
+        n_xs, n_ys = _rows_of(p_x, p_dy, s_xt, s_yt, i_0, _only(o_c, i_0 < i_2, C), R)
     for i_g in range(i_0, i_2, R):
+        if AHEAD:
+            b_xs = n_xs
+            b_ys = n_ys
+            n_xs, n_ys = _rows_of(
+                p_x, p_dy, s_xt, s_yt, i_g + R, _only(o_c, i_g + R < i_2, C), R
+            )  # fmt: skip
+        else:
+            b_xs, b_ys = _rows_of(p_x, p_dy, s_xt, s_yt, i_g, m_c, R)
         b_x, b_z, b_dw = _group(
-            b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_g, i_c,
-            i_0, i_1, length, C, W, BC, R, False, True, SLOPE,
+            b_xs, b_ys, b_x, b_z, b_dw, b_w, p_df, p_dx, p_dh, s_fw, o_c, i_g, i_c, i_0, i_1,
+            length, C, W, R, False, True, SLOPE,
         )  # fmt: skip
     i_3 = i_2
     for i_g in range(i_2, i_1, R):  # once at most
+        b_xs, b_ys = _last_rows(p_x, p_dy, s_xt, s_yt, o_c, i_g, length, C, R)
         b_x, b_z, b_dw = _group(
-            b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_g, i_c,
-            i_0, i_1, length, C, W, BC, R, True, True, SLOPE,
+            b_xs, b_ys, b_x, b_z, b_dw, b_w, p_df, p_dx, p_dh, s_fw, o_c, i_g, i_c, i_0, i_1,
+            length, C, W, R, True, True, SLOPE,
         )  # fmt: skip
         i_3 += R
+    b_xs, b_ys = _last_rows(p_x, p_dy, s_xt, s_yt, o_c, i_3, length, C, H)
     _group(
-        b_x, b_z, b_dw, b_w, p_x, p_dy, p_df, p_dx, p_dh, s_xt, s_yt, s_fw, o_c, i_3, i_c,
-        i_0, i_1, length, C, W, BC, H, True, False, SLOPE,
+        b_xs, b_ys, b_x, b_z, b_dw, b_w, p_df, p_dx, p_dh, s_fw, o_c, i_3, i_c, i_0, i_1, length,
+        C, W, H, True, False, SLOPE,
     )  # fmt: skip
 
     if p_dw is not None:
