@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lagraph.engines.triton.config import SMALL_SHARED, share_of
+from lagraph.engines.triton.config import SMALL_SHARED
 from lagraph.engines.triton.kernels.gradient import (
     beta_key_kernel,
     gradient_head_kernel,
@@ -29,8 +29,6 @@ from lagraph.engines.triton.kernels.gradient import (
 )
 from lagraph.engines.triton.kernels.reduce import fold_kernel, total_kernel
 from lagraph.engines.triton.kernels.reverse import reverse_kernel
-from lagraph.engines.triton.kernels.ssd import SUMS as _SUMS
-from lagraph.engines.triton.kernels.ssd import gradient_ssd_kernel
 from lagraph.engines.triton.kernels.states import states_kernel
 from lagraph.engines.triton.launch import Launch, Layout, Ports, Scratch, _Plan
 
@@ -43,21 +41,19 @@ if TYPE_CHECKING:
 __all__ = ["BackwardPlan", "SummaryBackwardPlan"]
 
 FOLD_ROWS = 16
-SUMS = _SUMS.value
 TOTAL_TILE = (64, 32)  # rows, columns
 PARAMETERS = {"d_a_log": "a_log", "d_dt_bias": "dt_bias", "dA": "a", "dD": "d"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Launch shapes of the backward's own kernels; share: heads of one that sums over them."""
+    """Launch shapes of the backward's own kernels."""
 
     block_k: int
     block_v: int
     warps: int
     stages: int
     registers: int | None
-    share: int
 
 
 def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Tiles:
@@ -67,17 +63,13 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Tiles:
     small = wide or problem.arch in SMALL_SHARED
     key_gate = problem.traits.gate == "key"
     # Chunks of 32 rows feed two warps.
-    warps, block_k, registers = 4 if wide else 2, 16 if key_gate else 32, 0
-    if not problem.traits.delta:
-        # Two programs an SM, which the assembler would not choose.
-        warps, registers = (8, 128) if size["K"] >= 128 else (4, 255)
+    warps, block_k = 4 if wide else 2, 16 if key_gate else 32
     return Tiles(
         block_k=min(size["K"], int(knobs.get("gradient_k", block_k))),
         block_v=min(size["V"], int(knobs.get("gradient_v", 32 if small else 64))),
         warps=int(knobs.get("gradient_warps", warps)),
         stages=int(knobs.get("gradient_stages", 1 if small else 2)),
-        registers=int(knobs.get("gradient_registers", registers)) or None,
-        share=share_of(problem, int(knobs.get("gradient_share", 8))),
+        registers=int(knobs.get("gradient_registers", 0)) or None,
     )
 
 
@@ -90,17 +82,14 @@ class _BackPlan(_Plan):
         every = getattr(problem.options, "checkpoint_every_n_tokens", 0) or 0
         # Chunks need not divide the checkpoints' cadence here.
         options = SimpleNamespace(**{**vars(problem.options), "checkpoint_every_n_tokens": 0})
-        # Under the delta rule at most 32 steps a chunk: two blocks of 16 leave few levels of pairs,
-        # and the gradient kernels' products stay too small for wgmma, which Triton 3.6 gets wrong
-        # in them.
+        # At most 32 steps a chunk: two blocks of 16 leave few levels of pairs, and the gradient
+        # kernels' products stay too small for wgmma, which Triton 3.6 gets wrong in them.
         size = problem.sizes
-        wide = problem.io_dtype.itemsize == 4
-        if problem.traits.delta:
-            most = 16 if wide and max(size["K"], size["V"]) > 128 else 32
-            knobs = {**knobs, "chunk": min(int(knobs.get("chunk", most)), most)}
-            if not wide:
-                narrow = {"block_k": 16} if problem.traits.gate == "key" else {}
-                knobs = {"factor_warps": 1 if narrow else 2, **narrow, **knobs}
+        most = 16 if problem.io_dtype.itemsize == 4 and max(size["K"], size["V"]) > 128 else 32
+        knobs = {**knobs, "chunk": min(int(knobs.get("chunk", most)), most)}
+        if problem.io_dtype.itemsize == 2:
+            narrow = {"block_k": 16} if problem.traits.gate == "key" else {}
+            knobs = {"factor_warps": 1 if narrow else 2, **narrow, **knobs}
         super().__init__(replace(problem, options=options), knobs)
         self.every = every
         self.erase_key = problem.traits.erase == "key"
@@ -129,15 +118,14 @@ class _BackPlan(_Plan):
         if self.key_gate:
             q, k, e, s_q, s_k = "@query", "@key", "@erase", (0, 0), (0, 0, 0)
         dout, z, last = ("", "", "") if identity else ("dO", "z", "d_final_state")
-        d, s_y = ("", (0, 0)) if self.delta else ("d", at.lead(2, values))
         width = self.K if identity else self.V
         names = (
-            q, k, e, beta, "@rows", "@decay", "@inverse", "@scores", dout, z, d, last, states,
+            q, k, e, beta, "@rows", "@decay", "@inverse", "@scores", dout, z, last, states,
             values, first, "cu_seqlens", "T",
         )  # fmt: skip
         statics = (
             *at.lead(1, "cu_seqlens"), *s_q, *s_k, *at.lead(2, beta), *at.lead(2, dout),
-            *at.lead(2, z), *at.skip(d), *s_y, *at.lead(3, last), *at.lead(3, first),
+            *at.lead(2, z), *at.lead(3, last), *at.lead(3, first),
         )  # fmt: skip
         constants = {
             "V": width, "NS": self.substeps, "K": self.K, "C": config.chunk,
@@ -185,11 +173,7 @@ class BackwardPlan(_BackPlan):
         self.scratch.append(Scratch("dstates", heads * self.V * self.K, io))
         if self.delta:
             self.scratch.append(Scratch("values", self.parts * heads * c * self.V, io))
-            self.scratch.append(Scratch("dvalues", self.parts * heads * c * self.V, io))
-        else:
-            blocks = self.V // self.tiles.block_v
-            sums = heads * blocks * (SUMS * c + 2 * self.tiles.block_v)
-            self.scratch.append(Scratch("sums", sums, torch.float32))
+        self.scratch.append(Scratch("dvalues", self.parts * heads * c * self.V, io))
         # Partial sums a chunk: one, or one a K-block.
         self.partials = self.K // self.tiles.block_k if self.key_gate else 1
         if self.key_gate:
@@ -202,29 +186,25 @@ class BackwardPlan(_BackPlan):
         }
         for name, elements in self.parameters.items():
             self.scratch.append(Scratch(name, elements * self._rows(name), torch.float32))
-        # Programs a chunk, each of which writes rows of dq and dk.
-        self.shared = 1 if self.delta else self.tiles.share
-        writers = heads // self.shared
-        # What one program cannot finish: (output, input, heads, dim, substeps, norm), of rows by
-        # so many heads.
+        # What one program cannot finish: (output, input, heads, dim, substeps, norm).
         self.folds = []
-        for out, of, count, dim, subs, norm, rows in (
-            ("dQ", "q", self.heads["H"], self.K, 1, self.norm, writers),
-            ("dK", "k", self.heads["HK"], self.K, n, self.norm, writers),
-            ("dV", "v", self.HV, self.V, n, False, heads),
+        for out, of, count, dim, subs, norm in (
+            ("dQ", "q", self.heads["H"], self.K, 1, self.norm),
+            ("dK", "k", self.heads["HK"], self.K, n, self.norm),
+            ("dV", "v", self.HV, self.V, n, False),
         ):
-            if norm or count != rows:
-                self.folds.append((out, of, count, rows, dim, subs, norm))
-                self._stand_in(out, subs, rows, dim)
+            if norm or count != heads:
+                self.folds.append((out, of, count, dim, subs, norm))
+                self._stand_in(out, subs, dim)
         self.made_pre = problem.has("z") and not problem.has("O_pre")
         if self.made_pre:
-            self._stand_in("O_pre", 1, heads, self.V)
+            self._stand_in("O_pre", 1, self.V)
         self.at_dout, self.at_query = self.names.index("dO"), self.names.index("q")
 
-    def _stand_in(self, name: str, subs: int, heads: int, dim: int) -> None:
-        """Scratch [T * subs, heads, dim] in the place of a tensor."""
-        self.scratch.append(Scratch(name, subs * heads * dim, self.io, "T"))
-        self.scratch_strides[f"@{name}"] = (heads * dim, dim, 1)
+    def _stand_in(self, name: str, subs: int, dim: int) -> None:
+        """Scratch [T * subs, HO, dim] in the place of a tensor."""
+        self.scratch.append(Scratch(name, subs * self.HO * dim, self.io, "T"))
+        self.scratch_strides[f"@{name}"] = (self.HO * dim, dim, 1)
 
     def _rows(self, name: str) -> int:
         """Rows of partial sums a chunk of a parameter."""
@@ -253,17 +233,14 @@ class BackwardPlan(_BackPlan):
         self.states(call)
         if self.made_pre:
             self.scan(call, Ports(out="@O_pre"))
-        values = "@dvalues" if self.delta else "dV"
-        self.reverse(call, "d_initial_state", states="@dstates", values=values)
+        self.reverse(call, "d_initial_state", states="@dstates", values="@dvalues")
         if self.key_gate:
             self.gradient_key(call)
-        elif not self.delta:
-            self.launch(call, slots * (self.HO // self.shared), "gradient_ssd")
         else:
             for part in self.shares:
                 self.launch(call, slots * self.HO, "gradient_head", part)
         for fold in self.folds:
-            _, _, count, _, _, subs, _ = fold
+            _, _, count, _, subs, _ = fold
             env["rows"] = rows = env["T"] * subs
             if rows:
                 self.launch(call, -(-rows // FOLD_ROWS) * count, "fold", *fold)
@@ -273,7 +250,7 @@ class BackwardPlan(_BackPlan):
                 self.launch(call, -(-elements // TOTAL_TILE[1]), "total", name, elements)
 
     def _fold_launch(
-        self, at: Layout, out: str, of: str, count: int, heads: int, dim: int, subs: int, norm: bool
+        self, at: Layout, out: str, of: str, count: int, dim: int, subs: int, norm: bool
     ) -> Launch:
         def strides(name: str) -> tuple[int, ...]:
             if subs > 1:
@@ -282,7 +259,7 @@ class BackwardPlan(_BackPlan):
             return row, 0, head
 
         constants = {
-            "HX": count, "HO": heads, "D": dim, "NS": subs, "R": FOLD_ROWS, "NORM": norm,
+            "HX": count, "HO": self.HO, "D": dim, "NS": subs, "R": FOLD_ROWS, "NORM": norm,
             "num_warps": 4,
         }  # fmt: skip
         return fold_kernel, (f"@{out}", of, out, "rows"), strides(of) + strides(out), constants
@@ -337,50 +314,33 @@ class BackwardPlan(_BackPlan):
         return states_kernel, names, statics, constants
 
     def _gradient_head_launch(self, at: Layout, part: bool) -> Launch:
-        config, tiles = self.config, self.tiles
+        config, tiles, options = self.config, self.tiles, self.problem.options
+        pre = "" if not at.has("z") else "@O_pre" if self.made_pre else "O_pre"
         dq, dk, dv = (self.part(at, name) for name in ("dQ", "dK", "dV"))
         names = (
-            "q", "k", "v", "g", "beta", "a_log", "dt_bias", "dO", "@rows", "@scores", "@inverse",
-            "@values", "@dvalues", "@states", "@dstates", dq, dk, dv, "dG", "dBeta",
-            self.part(at, "d_a_log"), self.part(at, "d_dt_bias"), "cu_seqlens", "N", "T",
+            "q", "k", "v", "g", "beta", "a_log", "dt_bias", "a", "d", "z", pre, "dO", "@rows",
+            "@scores", "@inverse", "@values", "@dvalues", "@states", "@dstates", dq, dk, dv, "dG",
+            "dBeta", "dZ", self.part(at, "d_a_log"), self.part(at, "d_dt_bias"),
+            self.part(at, "dA"), "@dD",  # the last is written whenever there is a D
+            "cu_seqlens", "N", "T",
         )  # fmt: skip
         statics = (
-            self.scale, self.lower, *at.lead(1, "cu_seqlens"), *at.lead(2, "q"),
-            *at.steps("k", 3), *at.steps("v", 3), *at.lead(2, "g"), *at.steps("beta", 2),
+            self.scale, self.lower, self.dt_min, self.dt_max, *at.lead(1, "cu_seqlens"),
+            *at.lead(2, "q"), *at.steps("k", 3), *at.steps("v", 3), *at.lead(2, "g"),
+            *at.steps("beta", 2), *at.skip("d"), *at.lead(2, "z"), *at.lead(2, pre),
             *at.lead(2, "dO"), *at.lead(2, dq), *at.steps(dk, 3), *at.steps(dv, 3),
-            *at.lead(2, "dG"), *at.steps("dBeta", 2),
+            *at.lead(2, "dG"), *at.steps("dBeta", 2), *at.lead(2, "dZ"),
         )  # fmt: skip
         constants = {
             "HV": self.HV, "K": self.K, "V": self.V, "NS": self.substeps, "C": config.chunk,
             "CQ": config.queries, **self.heads, "BK": tiles.block_k, "BV": tiles.block_v,
-            "GATE": self.gate_kind, "NORM": self.norm, **self.activation, "SPLIT": self.split,
+            "GATE": self.gate_kind, "DELTA": self.delta, "NORM": self.norm, **self.activation,
+            "SOFTPLUS": bool(getattr(options, "dt_softplus", False)),
+            "D_CHANNEL": at.has("d") and len(at.strides["d"]) == 2, "SPLIT": self.split,
             "PART": part, "PREC": config.precision,
             "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers,
         }  # fmt: skip
         return gradient_head_kernel, names, statics, constants
-
-    def _gradient_ssd_launch(self, at: Layout) -> Launch:
-        tiles, options = self.tiles, self.problem.options
-        pre = "" if not at.has("z") else "@O_pre" if self.made_pre else "O_pre"
-        dq, dk = self.part(at, "dQ"), self.part(at, "dK")
-        names = (
-            "q", self.key, "v", "g", "dt_bias", "a", "z", pre, "dO", "@rows", "@scores", "@states",
-            "@dstates", "@sums", dq, dk, "dG", "dZ", self.part(at, "d_dt_bias"),
-            self.part(at, "dA"), self.part(at, "dD") if at.has("d") else "", "cu_seqlens", "N", "T",
-        )  # fmt: skip
-        tensors = ("q", self.key, "v", "g", "z", pre, "dO", dq, dk, "dG", "dZ")
-        statics = (
-            self.dt_min, self.dt_max, *at.lead(1, "cu_seqlens"), *self._leads(at, tensors)
-        )  # fmt: skip
-        constants = {
-            "H": self.heads["H"], "HO": self.HO, "HP": self.shared, "K": self.K, "V": self.V,
-            "C": self.config.chunk, "BV": tiles.block_v,
-            "SOFTPLUS": bool(getattr(options, "dt_softplus", False)),
-            "D_CHANNEL": at.has("d") and len(at.strides["d"]) == 2,
-            "PREC": self.config.precision,
-            "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers,
-        }  # fmt: skip
-        return gradient_ssd_kernel, names, statics, constants
 
     def gradient_key(self, call: Call) -> None:
         programs = call.env["slots"] * self.HO
@@ -400,7 +360,7 @@ class BackwardPlan(_BackPlan):
         tensors = ("v", "w", "beta", "dO", dv, "dW")
         statics = at.lead(1, "cu_seqlens") + self._leads(at, tensors)
         constants = {
-            "HV": self.HV, **self._tall, "SPLIT": self.split, "PART": part,
+            **self._tall, "SPLIT": self.split, "PART": part,
             "PREC": self.config.precision, "num_warps": 4,
             "num_stages": self.tiles.stages,
         }  # fmt: skip
@@ -409,12 +369,12 @@ class BackwardPlan(_BackPlan):
     def _gradient_key_launch(self, at: Layout, part: bool) -> Launch:
         tiles, (dq, dk) = self.tiles, (self.part(at, name) for name in ("dQ", "dK"))
         names = (
-            "q", "k", "g", "beta", "a_log", "dt_bias", "dO", "@gates", "@scores", "@inverse",
+            "q", "k", "v", "g", "beta", "a_log", "dt_bias", "dO", "@gates", "@scores", "@inverse",
             "@values", "@dvalues", "@states", "@dstates", "@sums", dq, dk, "dG", "dBeta",
             "@erased", self.part(at, "d_a_log"), self.part(at, "d_dt_bias"), "cu_seqlens",
             "N", "T",
         )  # fmt: skip
-        tensors = ("q", "k", "g", "beta", "dO", dq, dk, "dG", "dBeta")
+        tensors = ("q", "k", "v", "g", "beta", "dO", dq, dk, "dG", "dBeta")
         statics = (
             self.scale, self.lower, *at.lead(1, "cu_seqlens"), *self._leads(at, tensors)
         )  # fmt: skip
@@ -440,7 +400,7 @@ class BackwardPlan(_BackPlan):
 
     @property
     def _tall(self) -> dict[str, Any]:
-        tall = {"V": self.V, "BV": self.tiles.block_v, "ERASE_KEY": self.erase_key}
+        tall = {"HV": self.HV, "V": self.V, "BV": self.tiles.block_v, "ERASE_KEY": self.erase_key}
         return self._shape | tall
 
     @staticmethod

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from lagraph.problem import Problem
 
-__all__ = ["Config", "Schedule", "Tile", "Work", "choose", "schedule", "share_of", "work_of"]
+__all__ = ["Config", "Schedule", "Tile", "Work", "choose", "schedule", "work_of"]
 
 
 class Tile(NamedTuple):
@@ -71,7 +71,7 @@ class Config:
 SMALL_SHARED = frozenset({86, 87, 89, 120, 121})
 
 
-def share_of(problem: Problem, most: int) -> int:
+def _share(problem: Problem, most: int) -> int:
     """Heads with the same q and k head that one program serves: a power of two, at most `most`."""
     size = problem.sizes
     if problem.traits.gate == "key":
@@ -144,12 +144,11 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     if getattr(problem.options, "batch_invariant", False):
         many = few
     tiles = [_tile(problem, knobs, chunk, queries, *shape) for shape in (few, many)]
-    registers = 255 if large or (split and no_wgmma) else 0
 
     return Config(
         chunk=chunk,
         queries=queries,
-        share=share_of(problem, int(knobs.get("share", 4 if problem.traits.delta else 8))),
+        share=_share(problem, int(knobs.get("share", 4 if problem.traits.delta else 8))),
         block_k=min(size["K"], int(knobs.get("block_k", block_k))),
         block_v=block_v,
         factor_warps=int(knobs.get("factor_warps", factor_warps)),
@@ -160,7 +159,7 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         few=tiles[0],
         many=tiles[1],
         link_stages=2 if small_shared else 3,
-        serial_registers=int(knobs.get("serial_registers", registers)) or None,
+        serial_registers=255 if large or (split and no_wgmma) else None,
         split=split,
         precision=str(knobs.get("precision", _full_precision() if wide else "tf32x3")),
     )

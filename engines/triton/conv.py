@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.runtime import driver
 
 from lagraph.engines.triton.bound import Launcher
 from lagraph.engines.triton.kernels.conv import (
@@ -65,10 +66,11 @@ def schedule(
     """The schedule of "forward", "update" or "backward" at a width; `chosen` overrides it."""
     if kind == "backward":
         # Instructions bound it: what counts is how many warps there are to issue them. Without
-        # a limit the compiler takes half as many registers again, to no end.
-        plan = Schedule(
-            64, 4 if W <= 4 else 2, 0, 4, 128 if dtype.itemsize == 2 and W <= 4 else 0, True
-        )
+        # a limit the compiler takes a third more registers, to no end; before SM90 it needs them.
+        limit = 0
+        if dtype.itemsize == 2 and W <= 4:
+            limit = 128 if _arch() >= 90 else 168
+        plan = Schedule(64, 4 if W <= 4 else 2, 0, 4, limit, True)
     else:
         # 16 bytes a load, but where the window would take too many registers. One row has to load
         # the weight for itself, whose taps lie the closer together the fewer channels there are.
@@ -80,6 +82,14 @@ def schedule(
         rest = plan.group, plan.registers, plan.ahead
         return Schedule(*chosen, *rest[len(chosen) - 3 :])
     return Schedule(*chosen, plan.group)
+
+
+def _arch() -> int:
+    """The architecture that kernels are compiled for; in the interpreter any."""
+    try:
+        return int(driver.active.get_current_target().arch)
+    except RuntimeError:
+        return 90
 
 
 def _rows(plan: Schedule, work: int, programs: int, most: int) -> int:

@@ -16,9 +16,10 @@ log2 gates, D[i, j] = 2^(G_i - G_j), c = 2^(G_C):
 
 The last is all that the gate of step t decays: what comes in, what goes out, and pairs of steps on
 both sides of it. (The usual reversed sum of q dq - e f - k h equals it, by cancelling all other
-pairs; where gates are strong, little more than rounding remains of that.) Chain rules of gates and
-strengths follow at once; the unit norm and sums over head groups are left to `reduce`, which also
-sums the partials [chunks, parameters] written here. Without delta rule see `ssd`.
+pairs; where gates are strong, little more than rounding remains of that.) Without delta rule U is
+v, each column carries the step dt, and Y is the gradient of v itself. Chain rules of gates,
+strengths, steps, z and D follow at once; the unit norm and sums over head groups are left to
+`reduce`, which also sums the partials [chunks, parameters] written here.
 
 `gradient_head_kernel` (one gate a head) puts D into M and X. Under a gate a key channel
 `products_key_kernel` makes plain M and X first, then `gradient_key_kernel` (one program a K-block)
@@ -54,8 +55,9 @@ from lagraph.engines.triton.kernels.factor import (
     load_beta,
     rest,
 )
-from lagraph.engines.triton.kernels.gate import amplitude, sigmoid, softplus
+from lagraph.engines.triton.kernels.gate import amplitude, sigmoid, softplus, step_size
 from lagraph.engines.triton.kernels.index import ROWS, locate
+from lagraph.engines.triton.kernels.reverse import load_dout
 
 __all__ = [
     "beta_key_kernel",
@@ -101,13 +103,22 @@ def chunk_products(
     p_u,
     p_y,
     p_do,
+    p_z,
+    p_pre,
+    p_d,
     p_dv,
     p_dw,
+    p_dz,
+    p_dd,
     o_vi,
     o_wi,
     o_oi,
+    o_zi,
+    o_pi,
     o_dvi,
     o_dwi,
+    o_dzi,
+    s_dv,
     m_t,
     m_q,
     b_beta,
@@ -115,26 +126,32 @@ def chunk_products(
     CQ: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    DELTA: tl.constexpr,
     ERASE_KEY: tl.constexpr,
+    D_CHANNEL: tl.constexpr,
     PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """M, X, and row sums Y . v; stores dv and dw.
+    """M, X, and row sums Y . v; stores dv, dw, dz and the partials of dD.
     o_*: offsets of rows, head included; p_u, p_y: tiles [C, V] of the chunk."""
     o_i = tl.arange(0, C)
     b_m = tl.zeros([CQ, C], tl.float32)
     b_x = tl.zeros([C, C], tl.float32)
     b_yv = tl.zeros([C], tl.float32)
+    b_dd = tl.zeros([CQ], tl.float32)
     m_t = m_t[:, None]
     m_q = m_q[:, None]
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         o_tile = o_i[:, None] * V + o_v[None, :]
-        b_do = tl.load(p_do + o_oi[:, None] + o_v[None, :], mask=m_q, other=0.0)  # [CQ, BV]
+        b_do = load_dout(p_do, p_z, o_oi[:, None] + o_v[None, :], o_zi[:, None] + o_v[None, :], m_q)
         b_v = tl.load(p_v + o_vi[:, None] + o_v[None, :], mask=m_t, other=0.0)  # [C, BV]
         b_y = tl.load(p_y + o_tile)  # [C, BV]
-        b_u = tl.load(p_u + o_tile)  # [C, BV]
-        b_x = tl.dot(b_y, tl.trans(b_u), b_x, input_precision=PREC)
+        if DELTA:
+            b_u = tl.load(p_u + o_tile)  # [C, BV]
+            b_x = tl.dot(b_y, tl.trans(b_u), b_x, input_precision=PREC)
+        else:
+            b_u = b_v
         b_m = tl.dot(b_do, tl.trans(b_u), b_m, input_precision=PREC)
 
         b_dv = b_y.to(tl.float32)
@@ -146,18 +163,41 @@ def chunk_products(
             b_x = tl.dot(b_yl, tl.trans(b_u), b_x, input_precision=PREC)
             b_dv += b_yl.to(tl.float32)
         b_vf = b_v.to(tl.float32)
-        if ERASE_KEY:
-            if p_w is not None:
-                o_w = o_wi[:, None] + o_v[None, :]
-                b_w = tl.load(p_w + o_w, mask=m_t, other=0.0).to(tl.float32)
-                o_w = o_dwi[:, None] + o_v[None, :]
-                tl.store(p_dw + o_w, (b_dv * b_vf).to(p_dw.dtype.element_ty), mask=m_t)
-                b_dv *= b_w
+        if DELTA:
+            if ERASE_KEY:
+                if p_w is not None:
+                    o_w = o_wi[:, None] + o_v[None, :]
+                    b_w = tl.load(p_w + o_w, mask=m_t, other=0.0).to(tl.float32)
+                    o_w = o_dwi[:, None] + o_v[None, :]
+                    tl.store(p_dw + o_w, (b_dv * b_vf).to(p_dw.dtype.element_ty), mask=m_t)
+                    b_dv *= b_w
+            else:
+                b_yv += tl.sum(b_dv * b_vf, axis=1)
+                b_dv *= b_beta[:, None]
         else:
-            b_yv += tl.sum(b_dv * b_vf, axis=1)
-            b_dv *= b_beta[:, None]
+            if p_d is not None:
+                b_dof = b_do.to(tl.float32)
+                b_dv += tl.load(p_d + o_v * s_dv).to(tl.float32)[None, :] * b_dof
+                if D_CHANNEL:
+                    tl.store(p_dd + o_v, tl.sum(b_dof * b_vf, axis=0))
+                else:
+                    b_dd += tl.sum(b_dof * b_vf, axis=1)
+            if p_z is not None:
+                o_z = o_zi[:, None] + o_v[None, :]
+                b_z = tl.load(p_z + o_z, mask=m_q, other=0.0).to(tl.float32)
+                b_g = tl.load(p_do + o_oi[:, None] + o_v[None, :], mask=m_q, other=0.0)
+                b_g = b_g.to(tl.float32)
+                b_o = tl.load(p_pre + o_pi[:, None] + o_v[None, :], mask=m_q, other=0.0)
+                b_s = sigmoid(b_z)
+                b_g *= b_o.to(tl.float32) * b_s * (1.0 + b_z * sigmoid(-b_z))
+                o_z = o_dzi[:, None] + o_v[None, :]
+                tl.store(p_dz + o_z, b_g.to(p_dz.dtype.element_ty), mask=m_q)
         o_dv = o_dvi[:, None] + o_v[None, :]
         tl.store(p_dv + o_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_t)
+    if not DELTA:  # noqa: SIM102 (constants that fold one by one)
+        if p_d is not None:  # noqa: SIM102
+            if not D_CHANNEL:
+                tl.store(p_dd, tl.sum(b_dd))
     return b_m, b_x, b_yv
 
 
@@ -165,10 +205,15 @@ def chunk_products(
 def state_products(
     p_s,
     p_ds,
+    p_v,
     p_u,
     p_y,
     p_do,
+    p_z,
+    o_vi,
     o_oi,
+    o_zi,
+    m_t,
     m_q,
     o_k,
     C: tl.constexpr,
@@ -177,6 +222,7 @@ def state_products(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DELTA: tl.constexpr,
     PART: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -186,6 +232,7 @@ def state_products(
     b_f = tl.zeros([C, BK], tl.float32)
     b_h = tl.zeros([C, BK], tl.float32)
     b_c = tl.zeros([BK], tl.float32)
+    m_t = m_t[:, None]
     m_q = m_q[:, None]
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
@@ -193,10 +240,13 @@ def state_products(
         o_state = o_v[:, None] * K + o_k[None, :]
         b_s = tl.load(p_s + o_state)  # [BV, BK]
         b_ds = tl.load(p_ds + o_state)  # [BV, BK]
-        b_do = tl.load(p_do + o_oi[:, None] + o_v[None, :], mask=m_q, other=0.0)
+        b_do = load_dout(p_do, p_z, o_oi[:, None] + o_v[None, :], o_zi[:, None] + o_v[None, :], m_q)
         b_q = tl.dot(b_do, b_s, b_q, input_precision=PREC)
-        b_f = tl.dot(tl.load(p_y + o_tile), b_s, b_f, input_precision=PREC)
-        b_u = tl.load(p_u + o_tile)  # [C, BV]
+        if DELTA:
+            b_f = tl.dot(tl.load(p_y + o_tile), b_s, b_f, input_precision=PREC)
+            b_u = tl.load(p_u + o_tile)  # [C, BV]
+        else:
+            b_u = tl.load(p_v + o_vi[:, None] + o_v[None, :], mask=m_t, other=0.0)
         b_h = tl.dot(b_u, b_ds, b_h, input_precision=PREC)
         if PART:
             b_f = tl.dot(tl.load(p_y + C * V + o_tile), b_s, b_f, input_precision=PREC)
@@ -214,6 +264,10 @@ def gradient_head_kernel(
     p_beta,
     p_alog,
     p_bias,
+    p_a,
+    p_d,
+    p_z,
+    p_pre,
     p_do,
     p_rows,
     p_p,
@@ -227,13 +281,18 @@ def gradient_head_kernel(
     p_dv,
     p_dg,
     p_dbeta,
+    p_dz,
     p_dalog,
     p_dbias,
+    p_da,
+    p_dd,
     p_cu,
     N,
     T,
     scale,
     lower,
+    dt_min,
+    dt_max,
     s_cu,
     s_qt,
     s_qh,
@@ -248,6 +307,12 @@ def gradient_head_kernel(
     s_bt,
     s_bs,
     s_bh,
+    s_dh,
+    s_dv,
+    s_zt,
+    s_zh,
+    s_pt,
+    s_ph,
     s_ot,
     s_oh,
     s_dqt,
@@ -263,6 +328,8 @@ def gradient_head_kernel(
     s_dbt,
     s_dbs,
     s_dbh,
+    s_dzt,
+    s_dzh,
     H: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -275,9 +342,12 @@ def gradient_head_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
+    DELTA: tl.constexpr,
     NORM: tl.constexpr,
     SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    D_CHANNEL: tl.constexpr,
     SPLIT: tl.constexpr,
     PART: tl.constexpr,
     PREC: tl.constexpr,
@@ -289,11 +359,20 @@ def gradient_head_kernel(
     i_h = pid % HO
     slot = pid // HO
     _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, NS)
+    if p_dd is not None:
+        p_dd += pid * V if D_CHANNEL else pid
     if i_c < 0:
         if p_dalog is not None:
             tl.store(p_dalog + pid, 0.0)
         if p_dbias is not None:
             tl.store(p_dbias + pid, 0.0)
+        if p_da is not None:
+            tl.store(p_da + pid, 0.0)
+        if p_dd is not None:
+            if D_CHANNEL:
+                tl.store(p_dd + tl.arange(0, V), tl.zeros([V], tl.float32))
+            else:
+                tl.store(p_dd, 0.0)
         return
     PARTS: tl.constexpr = 2 if SPLIT else 1
     if SPLIT == 2:  # noqa: SIM102
@@ -321,7 +400,7 @@ def gradient_head_kernel(
     b_gc = tl.load(p_row + 3 * C + o_i)
     b_gq = tl.load(p_row + 3 * C + o_iq)
     b_end = tl.load(p_row + 4 * C - 1)
-    b_write = tl.load(p_row + 4 * C + o_i)  # beta
+    b_write = tl.load(p_row + 4 * C + o_i)  # beta, or dt
     p_kh = p_k + token * s_kt + (i_h // (HO // HK)) * s_kh
     p_qh = p_q + token * s_qt + (i_h // (HO // H)) * s_qh
     s_ki = o_tok * s_kt + o_sub * s_ks
@@ -331,6 +410,9 @@ def gradient_head_kernel(
     if NORM:
         b_rk = _inverse_norm(p_kh, s_ki, m_t, K, BK)
         b_rq *= _inverse_norm(p_qh, s_qi, m_q, K, BK)
+    b_rw = b_rk
+    if not DELTA:
+        b_rw = b_rk * b_write
 
     # M, X, decayed.
     p_v += token * s_vt + (i_h // (HO // HV)) * s_vh
@@ -338,26 +420,35 @@ def gradient_head_kernel(
     p_dv += token * s_dvt + i_h * s_dvh
     p_dq += token * s_dqt + i_h * s_dqh
     p_dk += token * s_dkt + i_h * s_dkh
+    if p_z is not None:
+        p_z += token * s_zt + i_h * s_zh
+        p_pre += token * s_pt + i_h * s_ph
+        p_dz += token * s_dzt + i_h * s_dzh
     o_vi = o_tok * s_vt + o_sub * s_vs
     o_oi = o_out * s_ot
-    p_ut = p_u + pid * (PARTS * C * V)
+    o_zi = o_out * s_zt
+    p_ut = p_u + pid * (PARTS * C * V) if DELTA else p_u
     p_yt = p_y + pid * (PARTS * C * V)
+    p_dh = p_d + i_h * s_dh if p_d is not None else p_d
     b_m, b_x, b_yv = chunk_products(
-        p_v, None, p_ut, p_yt, p_do, p_dv, None, o_vi, o_vi, o_oi, o_tok * s_dvt + o_sub * s_dvs,
-        o_vi, m_t, m_q, b_write, C, CQ, V, BV, False, PART, PREC,
+        p_v, None, p_ut, p_yt, p_do, p_z, p_pre, p_dh, p_dv, None, p_dz, p_dd,
+        o_vi, o_vi, o_oi, o_zi, o_out * s_pt, o_tok * s_dvt + o_sub * s_dvs, o_vi, o_out * s_dzt,
+        s_dv, m_t, m_q, b_write, C, CQ, V, BV, DELTA, False, D_CHANNEL, PART, PREC,
     )  # fmt: skip
     m_up = (o_i[None, :] <= o_iq[:, None]) & m_t[None, :]
     b_m *= tl.exp2(tl.where(m_up, b_gq[:, None] - b_gc[None, :], -float("inf")))
     m_low = o_i[:, None] > o_i[None, :]
-    b_x *= tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
+    if DELTA:
+        b_x *= tl.exp2(tl.where(m_low, b_gc[:, None] - b_gc[None, :], -float("inf")))
 
     # The products with q, k, e want them as operands, also transposed: by way of memory, as no
     # accumulator should be transposed. The tiles of P and W are free by now.
     o_q = tl.arange(0, CQ)
     p_mt = p_p + pid * (PARTS * CQ * C) + o_q[:, None] * C + o_i[None, :]
     tl.store(p_mt, b_m.to(IO))
-    p_xt = p_t + pid * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
-    tl.store(p_xt, b_x.to(IO))
+    if DELTA:
+        p_xt = p_t + pid * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
+        tl.store(p_xt, b_x.to(IO))
     if PART:
         tl.store(p_mt + CQ * C, rest(b_m, IO))
         tl.store(p_xt + C * C, rest(b_x, IO), mask=m_low)
@@ -371,20 +462,23 @@ def gradient_head_kernel(
         b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
         b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PREC)
-        b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
+        if DELTA:
+            b_kk = tl.dot(b_k, tl.trans(b_k), b_kk, input_precision=PREC)
     b_before = tl.where(o_i[:, None] < o_i[None, :], 1.0, 0.0)  # [column, step]
-    b_m *= b_qk * b_rq[:, None] * b_rk[None, :]
+    b_m *= b_qk * b_rq[:, None] * b_rw[None, :]
     b_n = tl.dot(b_m, b_before, input_precision=SUM_PREC)
     b_dg = tl.sum(tl.where(o_iq[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
-    b_x *= b_kk * (b_rk * b_write)[:, None] * b_rk[None, :]
-    b_n = tl.dot(b_x, b_before, input_precision=SUM_PREC)
-    b_dg -= tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
+    if DELTA:
+        b_x *= b_kk * (b_rk * b_write)[:, None] * b_rk[None, :]
+        b_n = tl.dot(b_x, b_before, input_precision=SUM_PREC)
+        b_dg -= tl.sum(tl.where(o_i[:, None] >= o_i[None, :], b_n, 0.0), axis=0)
     tl.debug_barrier()
 
-    # Sums over K: q dq and k f from the state, k f in all, k h from the state; dS . S.
+    # Sums over K: q dq and k f from the state, k f and k h in all, k h from the state; dS . S.
     b_qs = tl.zeros([CQ], tl.float32)
     b_rs = tl.zeros([C], tl.float32)
     b_fs = tl.zeros([C], tl.float32)
+    b_hs = tl.zeros([C], tl.float32)
     b_es = tl.zeros([C], tl.float32)
     b_cs = tl.zeros([BK], tl.float32)
     p_st = p_s + pid * (V * K)
@@ -393,13 +487,15 @@ def gradient_head_kernel(
     b_uq = tl.exp2(b_gq)
     b_down = tl.exp2(b_end - b_gc)
     b_mm = tl.load(p_mt)
-    b_xx = tl.load(p_xt)
+    if DELTA:
+        b_xx = tl.load(p_xt)
     for i_k in tl.range(0, K, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_k = tl.load(p_kh + s_ki[:, None] + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_q = tl.load(p_qh + s_qi[:, None] + o_k[None, :], mask=m_q[:, None], other=0.0)
         b_dq, b_f, b_h, b_c = state_products(
-            p_st, p_dst, p_ut, p_yt, p_do, o_oi, m_q, o_k, C, CQ, K, V, BK, BV, PART, PREC,
+            p_st, p_dst, p_v, p_ut, p_yt, p_do, p_z, o_vi, o_oi, o_zi, m_t, m_q, o_k,
+            C, CQ, K, V, BK, BV, DELTA, PART, PREC,
         )  # fmt: skip
         b_kf = b_k.to(tl.float32) * b_rk[:, None]
         b_qf = b_q.to(tl.float32) * b_rq[:, None]
@@ -410,21 +506,26 @@ def gradient_head_kernel(
         b_dq *= b_uq[:, None]
         b_qs += tl.sum(b_dq * b_qf, axis=1)
         b_kw = (b_kf * b_write[:, None]).to(IO)
-        b_f *= b_up[:, None]
-        b_rs += tl.sum(b_f * b_kf, axis=1)
-        b_k16 = b_kf.to(IO) if NORM else b_k
-        b_dq = tl.dot(b_mm, b_k16, b_dq, input_precision=PREC)
-        b_f = tl.dot(b_xx, b_k16, b_f, input_precision=PREC)
-        if PART:
-            b_ml = tl.load(p_mt + CQ * C)
-            b_xl = tl.load(p_xt + C * C, mask=m_low, other=0.0)
-            b_dq = tl.dot(b_ml, b_k16, b_dq, input_precision=PREC)
-            b_f = tl.dot(b_xl, b_k16, b_f, input_precision=PREC)
-            b_h = tl.dot(tl.trans(b_ml), b_qf.to(IO), b_h, input_precision=PREC)
-            b_h -= tl.dot(tl.trans(b_xl), b_kw, input_precision=PREC)
-        b_fs += tl.sum(b_f * b_kf, axis=1)
-        b_h -= tl.dot(tl.trans(b_xx), b_kw, input_precision=PREC)
-        b_dk = b_h - b_write[:, None] * b_f
+        if DELTA:
+            b_f *= b_up[:, None]
+            b_rs += tl.sum(b_f * b_kf, axis=1)
+            b_k16 = b_kf.to(IO) if NORM else b_k
+            b_dq = tl.dot(b_mm, b_k16, b_dq, input_precision=PREC)
+            b_f = tl.dot(b_xx, b_k16, b_f, input_precision=PREC)
+            if PART:
+                b_ml = tl.load(p_mt + CQ * C)
+                b_xl = tl.load(p_xt + C * C, mask=m_low, other=0.0)
+                b_dq = tl.dot(b_ml, b_k16, b_dq, input_precision=PREC)
+                b_f = tl.dot(b_xl, b_k16, b_f, input_precision=PREC)
+                b_h = tl.dot(tl.trans(b_ml), b_qf.to(IO), b_h, input_precision=PREC)
+                b_h -= tl.dot(tl.trans(b_xl), b_kw, input_precision=PREC)
+            b_fs += tl.sum(b_f * b_kf, axis=1)
+            b_h -= tl.dot(tl.trans(b_xx), b_kw, input_precision=PREC)
+            b_dk = b_h - b_write[:, None] * b_f
+        else:
+            b_dq = tl.dot(b_mm, b_kw, b_dq, input_precision=PREC)
+            b_dk = b_h * b_write[:, None]
+        b_hs += tl.sum(b_h * b_kf, axis=1)
         p_tile = p_dk + (o_tok * s_dkt + o_sub * s_dks)[:, None] + o_k[None, :]
         tl.store(p_tile, b_dk.to(p_dk.dtype.element_ty), mask=m_t[:, None])
         p_tile = p_dq + (o_out * s_dqt)[:, None] + o_k[None, :]
@@ -435,12 +536,15 @@ def gradient_head_kernel(
     m_late = o_iq[:, None] >= o_i[None, :]
     b_dg += tl.sum(tl.where(m_late, b_qs[:, None], 0.0), axis=0)
     m_late = o_i[:, None] >= o_i[None, :]
-    b_dg += tl.sum(tl.where(m_late, -(b_write * b_rs)[:, None], b_es[:, None]), axis=0)
+    if DELTA:
+        b_dg += tl.sum(tl.where(m_late, -(b_write * b_rs)[:, None], b_es[:, None]), axis=0)
+    else:
+        b_dg += tl.sum(tl.where(m_late, 0.0, (b_write * b_es)[:, None]), axis=0)
 
     # Chain rules, each row once: the factors are free now.
     tl.debug_barrier()
     tl.store(p_row + o_i, b_dg)
-    tl.store(p_row + C + o_i, b_yv - b_fs)
+    tl.store(p_row + C + o_i, b_yv - b_fs if DELTA else b_hs)
     tl.debug_barrier()
     m_g = m_t & (o_sub == 0)
     b_dg = tl.where(m_g, tl.load(p_row + o_i), 0.0)
@@ -449,18 +553,30 @@ def gradient_head_kernel(
     b_g = b_g.to(tl.float32)
     if p_bias is not None:
         b_g += tl.load(p_bias + i_h).to(tl.float32)
-    b_dx, b_dal = gate_gradient(b_dg, b_g, amplitude(p_alog, i_h), lower, GATE)
-    if p_dalog is not None:
-        tl.store(p_dalog + pid, tl.sum(b_dal))
+    if GATE == "ssd":
+        rate = tl.load(p_a + i_h).to(tl.float32)
+        if p_da is not None:
+            tl.store(p_da + pid, tl.sum(b_dg * step_size(b_g, dt_min, dt_max, SOFTPLUS)))
+        b_dx = rate * b_dg + b_db
+        b_raw = b_g
+        if SOFTPLUS:
+            b_raw = softplus(b_g)
+            b_dx *= sigmoid(b_g)
+        b_dx = tl.where(m_g & (b_raw >= dt_min) & (b_raw <= dt_max), b_dx, 0.0)
+    else:
+        b_dx, b_dal = gate_gradient(b_dg, b_g, amplitude(p_alog, i_h), lower, GATE)
+        if p_dalog is not None:
+            tl.store(p_dalog + pid, tl.sum(b_dal))
     if p_dbias is not None:
         tl.store(p_dbias + pid, tl.sum(b_dx))
     p_tile = p_dg + token * s_dgt + i_h * s_dgh + o_tok * s_dgt
     tl.store(p_tile, b_dx.to(p_dg.dtype.element_ty), mask=m_g)
-    s_bi = token * s_bt + i_h * s_bh + o_tok * s_bt + o_sub * s_bs
-    b_raw = tl.load(p_beta + s_bi, mask=m_t, other=0.0).to(tl.float32)
-    b_db = beta_gradient(b_db, b_raw, SIGMOID, DOUBLE)
-    p_tile = p_dbeta + token * s_dbt + i_h * s_dbh + o_tok * s_dbt + o_sub * s_dbs
-    tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)
+    if DELTA:
+        s_bi = token * s_bt + i_h * s_bh + o_tok * s_bt + o_sub * s_bs
+        b_raw = tl.load(p_beta + s_bi, mask=m_t, other=0.0).to(tl.float32)
+        b_db = beta_gradient(b_db, b_raw, SIGMOID, DOUBLE)
+        p_tile = p_dbeta + token * s_dbt + i_h * s_dbh + o_tok * s_dbt + o_sub * s_dbs
+        tl.store(p_tile, b_db.to(p_dbeta.dtype.element_ty), mask=m_t)
 
 
 @triton.jit
@@ -577,10 +693,12 @@ def products_key_kernel(
     b_beta = tl.full([C], 1.0, tl.float32)
     if not ERASE_KEY:
         b_beta = load_beta(p_beta + token * s_bt + i_h * s_bh, o_i * s_bt, m_t, SIGMOID, DOUBLE)
+    o_vi = o_i * s_vt
+    o_oi = o_i * s_ot
     b_m, b_x, b_yv = chunk_products(
-        p_v, p_w, p_u + pid * (PARTS * C * V), p_y + pid * (PARTS * C * V), p_do, p_dv, p_dw,
-        o_i * s_vt, o_i * s_wt, o_i * s_ot, o_i * s_dvt, o_i * s_dwt, m_t, m_t, b_beta,
-        C, C, V, BV, ERASE_KEY, PART, PREC,
+        p_v, p_w, p_u + pid * (PARTS * C * V), p_y + pid * (PARTS * C * V), p_do, None, None,
+        None, p_dv, p_dw, None, None, o_vi, o_i * s_wt, o_oi, o_oi, o_oi, o_i * s_dvt,
+        o_i * s_dwt, o_oi, 0, m_t, m_t, b_beta, C, C, V, BV, True, ERASE_KEY, False, PART, PREC,
     )  # fmt: skip
     m_low = o_i[:, None] > o_i[None, :]
     o_tile = pid * (PARTS * C * C) + o_i[:, None] * C + o_i[None, :]
@@ -598,6 +716,7 @@ def products_key_kernel(
 def gradient_key_kernel(
     p_q,
     p_k,
+    p_v,
     p_g,
     p_beta,
     p_alog,
@@ -628,6 +747,8 @@ def gradient_key_kernel(
     s_qh,
     s_kt,
     s_kh,
+    s_vt,
+    s_vh,
     s_gt,
     s_gh,
     s_bt,
@@ -644,6 +765,7 @@ def gradient_key_kernel(
     s_dbh,
     H: tl.constexpr,
     HK: tl.constexpr,
+    HV: tl.constexpr,
     HO: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -695,6 +817,7 @@ def gradient_key_kernel(
     token = begin + i_c * C
     p_k += token * s_kt + (i_h // (HO // HK)) * s_kh
     p_q += token * s_qt + (i_h // (HO // H)) * s_qh
+    p_v += token * s_vt + (i_h // (HO // HV)) * s_vh
     p_g += token * s_gt + i_h * s_gh
     p_beta += token * s_bt + i_h * s_bh
     p_do += token * s_ot + i_h * s_oh
@@ -714,8 +837,9 @@ def gradient_key_kernel(
     p_mt = p_p + o_tile
     p_xt = p_t + o_tile
     b_dq, b_f, b_h, b_c = state_products(
-        p_s + tile * (V * K), p_ds + tile * (V * K), p_u + tile * (PARTS * C * V),
-        p_y + tile * (PARTS * C * V), p_do, o_i * s_ot, m_t, o_k, C, C, K, V, BK, BV, PART, PREC,
+        p_s + tile * (V * K), p_ds + tile * (V * K), p_v, p_u + tile * (PARTS * C * V),
+        p_y + tile * (PARTS * C * V), p_do, None, o_i * s_vt, o_i * s_ot, o_i, m_t, m_t, o_k,
+        C, C, K, V, BK, BV, True, PART, PREC,
     )  # fmt: skip
     p_l += tile * ((C + 4 * NB) * K)
     p_lk = p_l + o_k[None, :]

@@ -8,9 +8,8 @@ With dS [BV, K] the gradient of the state after a chunk, in fp32 registers, the 
 
 the forward's products mirrored, each with a state-like tile on its left, so that again no
 accumulator is transposed. Y is the gradient of b (v - S k), hence of everything that is written.
-Written by slot, in io dtype: dS after every chunk [V, K], and Y [C, V]. Without delta rule dU, with
-D dO added, is the gradient of v, and goes where that belongs. What those tiles leave to do is
-token-parallel (`gradient`, `ssd`).
+Written by slot, in io dtype: dS after every chunk [V, K], and Y (dU without delta rule) [C, V].
+What those tiles leave to do is token-parallel (`gradient`).
 
 The same kernel without these outputs gives the gradient that reaches the first state, and with
 dS = I and no dO the transposed transition of a sequence.
@@ -53,7 +52,6 @@ def reverse_kernel(
     p_p,
     p_do,
     p_z,
-    p_d,
     p_dht,
     p_ds,
     p_y,
@@ -72,10 +70,6 @@ def reverse_kernel(
     s_oh,
     s_zt,
     s_zh,
-    s_dh,
-    s_dv,
-    s_yt,
-    s_yh,
     s_fn,
     s_fh,
     s_fv,
@@ -192,16 +186,9 @@ def reverse_kernel(
                 b_t = tl.load(p_tt)  # [C, C]
                 b_du16 = b_du.to(IO)
                 b_y = tl.dot(b_du16, b_t, input_precision=PREC)
-            if DELTA:  # noqa: SIM102 (constants that fold one by one)
-                if p_y is not None:
-                    p_yt = p_y + block * (PARTS * C * V) + o_i[None, :] * V + o_v[:, None]
-                    tl.store(p_yt, b_y.to(IO))
-            if not DELTA:
-                if p_d is not None:
-                    b_d = tl.load(p_d + i_h * s_dh + o_v * s_dv).to(tl.float32)
-                    b_y += b_d[:, None] * b_dof
-                p_yt = p_y + i_h * s_yh + o_tok[None, :] * s_yt + o_v[:, None]
-                tl.store(p_yt, b_y.to(p_y.dtype.element_ty), mask=m_t[None, :])
+            if p_y is not None:
+                p_yt = p_y + block * (PARTS * C * V) + o_i[None, :] * V + o_v[:, None]
+                tl.store(p_yt, b_y.to(IO))
 
         # Gradient of the chunk's entering state.
         if KEY_GATE:
