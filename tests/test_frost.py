@@ -869,6 +869,28 @@ def test_the_backward_of_a_summary_goes_from_the_end(phases):
 
 
 @needs_compiler
+@pytest.mark.parametrize("direction", ["forward", "summary"])
+def test_a_cta_has_no_more_rows_than_there_are(phases, direction):
+    x = given(K=128)
+    if direction == "summary":
+        del x["q"]
+    _, _, calls = planned(x, phases, direction=direction, knobs={"rows": 128})
+    assert (calls[0][0].V, calls[0][0].rows) == (64, 64)
+    assert calls[0][0].parts == (1 if direction == "forward" else 3)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("knobs", "options"), [({"segment": 0}, {}), ({}, {"batch_invariant": True})]
+)
+def test_a_workspace_that_is_not_needed_is_not_passed_on(phases, knobs, options):
+    problem, ins, bound = described(given(), **options)
+    plan = launch.plan(problem, knobs)
+    plan.run(ins, fresh(problem, bound), torch.empty(0, dtype=torch.uint8))
+    assert phases[-1][1]["workspace"] is None
+
+
+@needs_compiler
 def test_without_tokens_the_map_is_the_unit(phases):
     x = given(T=0, N=2)
     del x["q"]
@@ -1374,3 +1396,33 @@ def test_operators_and_functions_choose_it(sequences):
     assert torch.equal(call()[0], want)
     out, _ = lagraph.ops.chunk_gdn(*(t.unflatten(0, (sequences, 192)) for t in x))
     assert torch.equal(out.flatten(0, 1), want)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_one_token_of_a_row_of_any_width(name):
+    """A row of 392 bytes, whose stride no check sees where there is one token."""
+    *x, _ = tokens_on_gpu((1,), 2, 2, 128, 128)
+    offsets = torch.tensor([0, 1], device="cuda", dtype=torch.int32)
+    want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name="gdn_frost")
+    at = "qkv".index(name)
+    wide = torch.randn(5, 2 * 128 + 4, device="cuda").to(BF16)
+    wide[2, :256] = x[at].flatten()
+    x[at] = wide[2:3, :256].view(1, 2, 128)
+    out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name="gdn_frost")
+    assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_heads_that_are_one_tensor(name):
+    """A stride of 0."""
+    *x, offsets = tokens_on_gpu((200,), 4, 4, 128, 128)
+    at = "qkv".index(name)
+    x[at] = x[at][:, :1].expand(-1, 4, -1)
+    out, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name="gdn_frost")
+    x[at] = x[at].contiguous()
+    want, _ = lagraph.ops.gated_delta_net(*x, cu_seqlens=offsets, plan_name="gdn_frost")
+    assert torch.equal(out, want)

@@ -33,7 +33,7 @@ __all__ = ["ForwardPlan", "SummaryBackwardPlan", "SummaryPlan", "plan"]
 
 ALIGN = 16  # bytes: what TMA, and vector loads, ask of an address and of strides
 # Read by plain loads, whatever their address and strides.
-PLAIN = frozenset({"g", "beta", "a_log", "dt_bias", "cu_seqlens", "state_indices", "workspace"})
+PLAIN = frozenset({"g", "beta", "a_log", "dt_bias", "cu_seqlens", "state_indices"})
 # With an axis of sub-steps, or flat.
 STEPS = frozenset({"k", "v", "beta"})
 AS_IT_IS = Choice(False, 0, 0, 0.0)
@@ -171,7 +171,9 @@ class _Plan:
             "    return idle(ins, outs)",
             "cause, call, span, less = None, function, 0, 0",
         ]
-        if self.few:
+        if not self.few:
+            lines.append("workspace = None")  # a caller's, of no bytes
+        else:
             lines += [
                 "N = cu_seqlens.shape[0] - 1",
                 "if N < few:",
@@ -253,15 +255,15 @@ class _Plan:
             if is_output:
                 back.append((x, values[at]))
         if error is not None and not copies:
-            self._refuse(error)
+            self._refuse(error, call)
         call(*values)
         for x, copy in back:
             x.copy_(copy)
 
-    def _refuse(self, error: ValueError) -> NoReturn:
+    def _refuse(self, error: ValueError, call: Any) -> NoReturn:
         found = re.search(r"argument #(\d+)", str(error))
         name = "a tensor"
-        if found and self.arguments == self.signature.arguments:
+        if found and call != self.cut:  # of a cut's kernels each has arguments of its own
             name = self.arguments[int(found[1])]
         raise RuntimeError(
             f"{self.problem.family}_frost: the kernel {self.signature.name} does not take {name}; "

@@ -84,6 +84,7 @@ def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
     """The signature of the kernel that serves a problem, or of a summary's first: every field by
     its name, out of the problem's facts and the plan name's knobs."""
     known = facts(problem) | dict(knobs)
+    known["rows"] = min(problem.sizes["V"], int(known["rows"]))
     if problem.direction != "forward":
         known |= CLOSED | {"rows": min(problem.sizes["K"], int(known["rows"]))}
     return _signature(KERNELS[problem.family, problem.direction], known)

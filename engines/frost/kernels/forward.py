@@ -254,7 +254,7 @@ def mine(sig: cutlass.Constexpr, cu: cute.Tensor, steps, HO, cut: tuple):
     span, less, skip = cut
     seq, at, count, begin, end = segment.locate(cu, slot, steps, span, less, sig.n)
     last = Int32(1) if at == count - 1 else Int32(0)
-    idle = at >= count
+    idle = at < 0 or at >= count  # before the first sequence, or nobody's
     if cutlass.const_expr(sig.sums_up):
         is_map = part * sig.rows >= sig.V
         entered = last == 1 if cutlass.const_expr(sig.phase == "retreat") else at == 0

@@ -25,6 +25,8 @@ def view(x: cute.Tensor):
     """[T, heads, D] as (row, d, end, head): see the module's docstring."""
     T, heads, D = x.shape[0], x.shape[1], x.shape[2]
     step, per_head = x.stride[0], x.stride[1]
+    if T == 1:  # the stride of one row may be any, but TMA drops what is below 16 bytes of it
+        step = cute.assume(Int64(heads) * D, divby=8)
     base = x.iterator.toint() - Int64(T) * step * (x.element_type.width // 8)
     start = cute.make_ptr(x.element_type, base, cute.AddressSpace.gmem, assumed_align=16)
     layout = cute.make_layout((T, D, T + 1, heads), stride=(step, 1, step, per_head))
