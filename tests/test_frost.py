@@ -838,6 +838,14 @@ def test_a_knob_cuts(phases, segment):
 
 
 @needs_compiler
+def test_a_knob_that_batch_invariance_forbids_is_refused(phases):
+    problem = described(given(), batch_invariant=True)[0]
+    with pytest.raises(errors.PlanNotOffered, match="segment=2 cuts sequences, which batch_inv"):
+        launch.plan(problem, {"segment": 2})
+    assert launch.plan(problem, {"segment": 0})
+
+
+@needs_compiler
 def test_a_summary_is_opened_and_linked(phases):
     x = many(6000)
     del x["q"]
@@ -1337,7 +1345,8 @@ CUT = Engine("frost[segment=1]", "cuda", (BF16, torch.float16), (64, 128))
 # Every case of the two families, as the engine serves it.
 SERVED_CASES = [
     fitted for case in CASES
-    if case.family in ("gdn", "gdp") and (fitted := CUT.fit(case)) is not None
+    if case.family in ("gdn", "gdp") and not case.options.get("batch_invariant")
+    and (fitted := CUT.fit(case)) is not None
 ]  # fmt: skip
 
 

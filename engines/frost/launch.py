@@ -21,6 +21,7 @@ from lagraph.desc import layout_class
 from lagraph.engines.frost import compile
 from lagraph.engines.frost.pieces import pieces, scalars, signature_of
 from lagraph.engines.frost.schedule import C, Choice, Shape, choose
+from lagraph.errors import PlanNotOffered
 from lagraph.plan import compiled_source
 
 if TYPE_CHECKING:
@@ -80,6 +81,11 @@ class _Plan:
         # Of a slot of segments, in the workspace: fp32 states and maps.
         self.slot = 4 * size["HO"] * (size["V"] + size["K"]) * size["K"]
         self.segment = int(knobs.get("segment", -1))
+        if self.segment > 0 and problem.options.batch_invariant:
+            raise PlanNotOffered(
+                f"plan {problem.family}_frost: segment={self.segment} cuts sequences, which "
+                f"batch_invariant forbids. Drop one of them."
+            )
         # A pool, or a buffer to overwrite: an input that comes back as the output.
         self.in_place = problem.has("final_state") and (
             problem.has("state_indices")
