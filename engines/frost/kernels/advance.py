@@ -98,10 +98,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             row = cutlass.min(cutlass.max(row, Int32(0)), Int32(pool.shape[0]) - 1)
     # Here: a product in the loop takes `thread_k` along.
     if cutlass.const_expr(sig.phase == "open"):
-        target = segment.place(ends[0], work.slot, work.head, column % (sig.V // SLICE), tid)
-        map_column = cutlass.max(column - sig.V // SLICE, Int32(0))
-        maps = ends[1][None, None, None, work.head, work.slot]
-        parts = thread_k.partition_C(cute.local_tile(maps, (SLICE, sig.K), (map_column, 0, None)))
+        target = segment.targets(sig, ends, work, thread_k, column, tid)
     elif cutlass.const_expr(final is not None):
         target = segment.slice_of(thread_k, final, row, work.head, column)
     if cutlass.const_expr(checkpoints is not None):
@@ -112,11 +109,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         next_kept = segment.rows_before(sig, cu, work.seq, steps, lane)
         next_kept += cute.ceil_div(work.first, sig.every)
     if cutlass.const_expr(sig.phase == "open"):
-        # Nothing, and below V the rows of the unit matrix.
-        place = thread_k.partition_C(cute.make_identity_tensor((SLICE, sig.K)))
-        for i in cutlass.range_constexpr(cute.size(S)):
-            r, k = place[i]
-            S[i] = Float32(1.0) if r + column * SLICE - sig.V == k else Float32(0.0)
+        segment.fresh(sig, S, thread_k, column)
     elif cutlass.const_expr(sig.phase == "close"):
         segment.load(segment.place(ends[0], work.slot, work.head, column, tid), S)
     elif cutlass.const_expr(initial is not None):
@@ -225,7 +218,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
 
     if cutlass.const_expr(sig.phase == "open"):
         if work.first >= 0:
-            segment.keep(S, target, parts, column < sig.V // SLICE)
+            segment.keep(S, target, column < sig.V // SLICE)
     elif cutlass.const_expr(final is not None):
         rounded = cute.make_rmem_tensor(S.shape, final.element_type)
         rounded.store(S.load().to(final.element_type))

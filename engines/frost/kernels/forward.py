@@ -1,4 +1,4 @@
-"""The fused forward of GDN on Hopper: one launch, one CTA for a sequence, a head and a slice of V.
+"""The fused forward of GDN and GDP on Hopper: one CTA for a sequence, a head and a slice of V.
 
 Algorithm, for a chunk of 64 steps with cumulative log decay b, and the state S [V, K]:
 
@@ -12,13 +12,20 @@ diagonal with its strengths, G_ij = exp(b_i - b_j) k_i.k_j. Blocks are inverted 
 
 Whatever holds V is transposed: tokens are columns, a factor of a token scales a column of an
 accumulator, and S, W and U are the register operand of wgmma: they never pass through shared
-memory. The norms of queries and keys are factors of a token too.
+memory. The norms of queries and keys are factors of a token too. A step of GDP is one of the n
+updates of a token, which decays at the first and is read at the last: 64 / n queries a chunk.
+
+Phases: "whole" sequences take one launch. Where they leave SMs idle they are cut (`lib.segment`):
+"open" finds what a segment does to a state, from nothing and, for rows below V, from the unit
+matrix, without queries; `link` carries the state over the segments; "close" starts from it.
+"retreat" opens segments for the gradient of the state.
 
 Warpgroups, a file each
     load     warp 0 loads K and Q, warp 1 loads V: TMA into rings of chunks;
              warps 2 and 3 invert the blocks on the diagonal, two each
     advance  one for each 64 rows of V: the state, and all products that read or write it; two of
-             them start a chunk in turn, so that one multiplies while the other converts
+             them start a chunk in turn, so that one multiplies while the other converts;
+             in the phase "retreat": retreat
     factor   gates, scores, G and P, up to two chunks ahead of the state
 
 Shared memory at K = V = 128: K 3 x 16 KB, Q 2 x 16, V 2 x 16, O 2 x 16, T and P 3 x 8 each, blocks

@@ -80,14 +80,8 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
     taken = Int32(0) if work.part * sig.rows >= sig.V else Int32(-1)
 
     column = work.part * sig.slices + wg
-    target = segment.place(ends[0], work.slot, work.head, column % (sig.V // SLICE), tid)
-    map_column = cutlass.max(column - sig.V // SLICE, Int32(0))
-    maps = ends[1][None, None, None, work.head, work.slot]
-    parts = thread_k.partition_C(cute.local_tile(maps, (SLICE, sig.K), (map_column, 0, None)))
-    place = thread_k.partition_C(cute.make_identity_tensor((SLICE, sig.K)))
-    for i in cutlass.range_constexpr(cute.size(S)):
-        r, k = place[i]
-        S[i] = Float32(1.0) if r + column * SLICE - sig.V == k else Float32(0.0)
+    target = segment.targets(sig, ends, work, thread_k, column, tid)
+    segment.fresh(sig, S, thread_k, column)
     S_low.store(S.load().to(dtype))
 
     at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
@@ -167,4 +161,4 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
         at_f.advance()
 
     if work.first >= 0:
-        segment.keep(S, target, parts, column < sig.V // SLICE)
+        segment.keep(S, target, column < sig.V // SLICE)

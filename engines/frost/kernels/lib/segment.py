@@ -23,8 +23,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 __all__ = [
-    "count_of", "ends", "keep", "load", "locate", "per_sequence", "place", "rows_before",
-    "sequence", "slice_of", "store",
+    "count_of", "ends", "fresh", "keep", "load", "locate", "per_sequence", "place", "rows_before",
+    "sequence", "slice_of", "store", "targets",
 ]  # fmt: skip
 
 
@@ -110,8 +110,28 @@ def store(registers, target):
 
 
 @cute.jit
-def keep(registers, state, parts, is_state):
+def fresh(sig: cutlass.Constexpr, registers, thread, column):
+    """What segments are opened from: 64 rows of nothing, or below V of the unit matrix."""
+    rows = thread.partition_C(cute.make_identity_tensor((64, sig.K)))
+    for i in cutlass.range_constexpr(cute.size(registers)):
+        r, k = rows[i]
+        registers[i] = Float32(1.0) if r + column * 64 - sig.V == k else Float32(0.0)
+
+
+@cute.jit
+def targets(sig: cutlass.Constexpr, ends, work, thread, column, tid):
+    """Where `keep` puts 64 rows: of the state, and of the map's parts."""
+    of_state = sig.V // 64
+    state = place(ends[0], work.slot, work.head, column % of_state, tid)
+    maps = ends[1][None, None, None, work.head, work.slot]
+    row = cutlass.max(column - of_state, Int32(0))
+    return state, thread.partition_C(cute.local_tile(maps, (64, sig.K), (row, 0, None)))
+
+
+@cute.jit
+def keep(registers, targets, is_state):
     """What a segment does to a state: the end of one, or 64 rows of a map in two parts."""
+    state, parts = targets
     if is_state:
         store(registers, state)
     else:
