@@ -2,15 +2,14 @@
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from lagraph.engines.frost.kernels.lib import product, ragged, segment
+from lagraph.engines.frost.kernels.shared import first_turn, give_turn, places, take_turn
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
     FACTOR_STAGES,
-    K_STAGES,
     O_STAGES,
     PART,
     Q_STAGES,
@@ -121,25 +120,17 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         S.fill(0.0)
     S_low.store(S.load().to(dtype))
 
-    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
-    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
-    at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, V_STAGES)
-    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, FACTOR_STAGES)
-    if cutlass.const_expr(sig.stagger):  # noqa: SIM102 - one at compile time, one at run time
-        if wg == 1:  # the first warpgroup goes first
-            cute.arch.barrier_arrive(barrier_id=4, number_of_threads=256)
+    at_k, at_q, at_v, at_f = places()
+    first_turn(sig, wg)
     for c in cutlass.range(chunks, unroll=1):
         if cutlass.const_expr(checkpoints is not None):  # noqa: SIM102
             if (work.first + c * C) % sig.every == 0:
-                rounded = cute.make_rmem_tensor(S.shape, checkpoints.element_type)
-                rounded.store(S.load().to(checkpoints.element_type))
                 # Offsets of a GPU are not checked on the host.
                 inside = cutlass.min(next_kept, Int32(checkpoints.shape[0]) - 1)
-                cute.autovec_copy(rounded, kept[None, None, None, inside])
+                segment.write(S, kept[None, None, None, inside])
                 next_kept += 1
         pipe_k.consumer_wait(at_k)
-        if cutlass.const_expr(sig.stagger):
-            cute.arch.barrier(barrier_id=4 + wg, number_of_threads=256)
+        take_turn(sig, wg)
         product.issue(by_token, X, S_in, bK[None, None, None, at_k.index], False)
         pipe_f.consumer_wait(at_f)
         pipe_v.consumer_wait(at_v)
@@ -167,9 +158,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
                 for i in cutlass.range_constexpr(cute.size(S)):
                     S[i] = decay * S[i]
             if cutlass.const_expr(p == C // PART - 1):
-                if cutlass.const_expr(sig.stagger):  # noqa: SIM102
-                    if wg == 0 or c + 1 < chunks:
-                        cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=256)
+                give_turn(sig, wg, c + 1 < chunks)
                 if cutlass.const_expr(sig.outputs):
                     pipe_q.consumer_wait(at_q)
                     product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
@@ -185,16 +174,13 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
                 U_low[p * count + i] = U[i].to(dtype)
             for n in cutlass.range_constexpr(p + 1, C // PART):
                 product.issue_block(by_part, W[n], U_in[None, None, p], stage, n, p, 1, True)
-            scaled(sig, U, W_low, rows[None, WRITE, at_f.index], lane, p)
+            product.scaled(U, W_low, rows[None, WRITE, at_f.index], lane, p)
             if cutlass.const_expr(p + 1 < C // PART):
                 cute.nvgpu.warpgroup.wait_group(C // PART - 2 - p)
         cute.nvgpu.warpgroup.wait_group(0)
         if cutlass.const_expr(sig.outputs):
             pipe_q.consumer_release(at_q)
-            for group in cutlass.range_constexpr(sig.queries // 8):
-                query = product.pair(rows[None, QUERY, at_f.index], lane, group)
-                for e in cutlass.range_constexpr(4):
-                    O[4 * group + e] = query[e % 2] * O[4 * group + e]
+            product.scale(O, rows[None, QUERY, at_f.index], lane)
             product.issue(by_query, O, U_in, bP[None, None, None, at_f.index], True)
         product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
 
@@ -219,11 +205,9 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     if cutlass.const_expr(sig.phase == "open"):
         if work.first >= 0:
             segment.keep(S, target, column < sig.V // SLICE)
-    elif cutlass.const_expr(final is not None):
-        rounded = cute.make_rmem_tensor(S.shape, final.element_type)
-        rounded.store(S.load().to(final.element_type))
+    elif cutlass.const_expr(final is not None):  # noqa: SIM102
         if not padding and work.last != 0:
-            cute.autovec_copy(rounded, target)
+            segment.write(S, target)
     if cutlass.const_expr(sig.outputs):  # noqa: SIM102
         if first_warp:
             cute.arch.cp_async_bulk_wait_group(0)
@@ -241,13 +225,3 @@ def emit(sig: cutlass.Constexpr, O, result, store, source, target, slot, padding
     if first_warp:  # the store before this one has read its tile, which the next writes
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=wg + 1, number_of_threads=128)
-
-
-@cute.jit
-def scaled(sig: cutlass.Constexpr, U, low, row, lane, part: cutlass.Constexpr):
-    """Columns of U, 16 tokens, by their factors, into the operand of the update."""
-    for group in cutlass.range_constexpr(PART // 8):
-        write = product.pair(row, lane, group + part * (PART // 8))
-        for e in cutlass.range_constexpr(4):
-            i = 4 * group + e
-            low[i + part * cute.size(U)] = (write[e % 2] * U[i]).to(sig.io)

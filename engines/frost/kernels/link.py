@@ -205,14 +205,10 @@ class LinkKernel:
             segment.store(S, segment.place(states, base + step * last, head, at_state, tid))
         if cutlass.const_expr(final is not None):  # noqa: SIM102
             if not is_map:
-                rounded = cute.make_rmem_tensor(S.shape, final.element_type)
-                rounded.store(S.load().to(final.element_type))
-                cute.autovec_copy(rounded, ours)
+                segment.write(S, ours)
         if cutlass.const_expr(transition is not None):  # noqa: SIM102
             if is_map:
-                rounded = cute.make_rmem_tensor(S.shape, transition.element_type)
-                rounded.store(S.load().to(transition.element_type))
-                cute.autovec_copy(rounded, theirs)
+                segment.write(S, theirs)
 
 
 @cute.jit

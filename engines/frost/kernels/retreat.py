@@ -12,15 +12,14 @@ W_i = T_i^T (X_i - sum_j>i G_ji^T W_j).
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from lagraph.engines.frost.kernels.lib import product, segment
+from lagraph.engines.frost.kernels.shared import first_turn, give_turn, places, take_turn
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
     FACTOR_STAGES,
-    K_STAGES,
     PART,
     Q_STAGES,
     QUERY,
@@ -84,17 +83,11 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
     segment.fresh(sig, S, thread_k, column)
     S_low.store(S.load().to(dtype))
 
-    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
-    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
-    at_v = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, V_STAGES)
-    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, FACTOR_STAGES)
-    if cutlass.const_expr(sig.stagger):  # noqa: SIM102 - one at compile time, one at run time
-        if wg == 1:  # the first warpgroup goes first
-            cute.arch.barrier_arrive(barrier_id=4, number_of_threads=256)
+    at_k, at_q, at_v, at_f = places()
+    first_turn(sig, wg)
     for c in cutlass.range(work.chunks, unroll=1):
         pipe_k.consumer_wait(at_k)
-        if cutlass.const_expr(sig.stagger):
-            cute.arch.barrier(barrier_id=4 + wg, number_of_threads=256)
+        take_turn(sig, wg)
         product.issue(by_token, X, S_in, bK[None, None, None, at_k.index], False)
         pipe_f.consumer_wait(at_f)
         pipe_v.consumer_wait(at_v)
@@ -103,10 +96,7 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
         cute.nvgpu.warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(cute.size(d_bits)):
             d_bits[i] = d_bits[i] & taken
-        for group in cutlass.range_constexpr(C // 8):
-            write = product.pair(rows[None, WRITE, at_f.index], lane, group)
-            for e in cutlass.range_constexpr(4):
-                X[4 * group + e] = write[e % 2] * X[4 * group + e]
+        product.scale(X, rows[None, WRITE, at_f.index], lane)
         product.issue(by_score, X, D_in, bP[None, None, None, at_f.index], True)
         for group in cutlass.range_constexpr(sig.queries // 8):
             query = product.pair(rows[None, QUERY, at_f.index], lane, group)
@@ -128,9 +118,8 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
             p = C // PART - 1 - back
             part_low.store(W[p].load().to(dtype))
             product.issue_block(by_part, U, part_in, stage, p, p, 1, False)
-            if cutlass.const_expr(p == 0 and sig.stagger):  # noqa: SIM102
-                if wg == 0 or c + 1 < work.chunks:
-                    cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=256)
+            if cutlass.const_expr(p == 0):
+                give_turn(sig, wg, c + 1 < work.chunks)
             cute.nvgpu.warpgroup.wait_group(0)
             for i in cutlass.range_constexpr(count):
                 U_low[p * count + i] = U[i].to(dtype)
@@ -138,11 +127,7 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
                 product.issue_block(
                     by_part, W[p - 1 - n], U_in[None, None, p], stage, p - 1 - n, p, 1, True
                 )
-            for group in cutlass.range_constexpr(PART // 8):
-                erase = product.pair(rows[None, ERASE, at_f.index], lane, group + p * (PART // 8))
-                for e in cutlass.range_constexpr(4):
-                    i = 4 * group + e
-                    W_low[i + p * count] = (-erase[e % 2] * U[i]).to(dtype)
+            product.scaled(U, W_low, rows[None, ERASE, at_f.index], lane, p, True)
             if cutlass.const_expr(p > 0):
                 cute.nvgpu.warpgroup.wait_group(p - 1)
         pipe_q.consumer_wait(at_q)

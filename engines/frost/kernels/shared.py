@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
@@ -20,7 +21,12 @@ from lagraph.engines.frost.kernels.tile import (
     C,
 )
 
-__all__ = ["Numbers", "Rings", "Tiles", "Work", "allocate", "layouts"]
+__all__ = [
+    "Numbers", "Rings", "Tiles", "Work", "allocate", "first_turn", "give_turn", "layouts",
+    "places", "take_turn",
+]  # fmt: skip
+
+TURN = 4  # the first of two named barriers
 
 
 class Work(NamedTuple):
@@ -119,6 +125,39 @@ def allocate(sig, laid):
     factors = written(bar_f, FACTOR_STAGES, 6, advancing)
     blocks = written(bar_b, BLOCK_STAGES, 4, 2)
     return tiles, kept, Rings(Q, K, V, factors, blocks)
+
+
+def places():
+    """Where a warpgroup of the state is in the rings of K, Q, V and factors."""
+    return tuple(
+        pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+        for stages in (K_STAGES, Q_STAGES, V_STAGES, FACTOR_STAGES)
+    )
+
+
+# Two warpgroups of the state start a chunk in turn, by a named barrier each.
+
+
+@cute.jit
+def first_turn(sig: cutlass.Constexpr, wg):
+    """The first warpgroup goes first."""
+    if cutlass.const_expr(sig.stagger):  # noqa: SIM102 - one at compile time, one at run time
+        if wg == 1:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=256)
+
+
+@cute.jit
+def take_turn(sig: cutlass.Constexpr, wg):
+    if cutlass.const_expr(sig.stagger):
+        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+
+
+@cute.jit
+def give_turn(sig: cutlass.Constexpr, wg, more):
+    """To the other one; `more`: whether another chunk comes, which the first then waits for."""
+    if cutlass.const_expr(sig.stagger):  # noqa: SIM102
+        if wg == 0 or more:
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
 
 
 def agents(count):

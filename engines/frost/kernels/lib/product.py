@@ -13,6 +13,8 @@ __all__ = [
     "of_registers",
     "of_shared",
     "pair",
+    "scale",
+    "scaled",
     "storer",
     "transposed",
 ]
@@ -98,6 +100,29 @@ def storer(dtype, mma, transpose):
     return cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype), mma
     )
+
+
+@cute.jit
+def scale(acc, row: cute.Tensor, lane):
+    """Columns of an accumulator by their factors."""
+    for group in cutlass.range_constexpr(cute.size(acc) // 4):
+        factors = pair(row, lane, group)
+        for e in cutlass.range_constexpr(4):
+            acc[4 * group + e] = factors[e % 2] * acc[4 * group + e]
+
+
+@cute.jit
+def scaled(
+    acc, low, row: cute.Tensor, lane, block: cutlass.Constexpr, negative: cutlass.Constexpr = False
+):
+    """Columns of an accumulator by their factors, or by what is opposite, as block `block` of an
+    operand."""
+    for group in cutlass.range_constexpr(cute.size(acc) // 4):
+        factors = pair(row, lane, group + block * (cute.size(acc) // 4))
+        for e in cutlass.range_constexpr(4):
+            i = 4 * group + e
+            factor = -factors[e % 2] if cutlass.const_expr(negative) else factors[e % 2]
+            low[i + block * cute.size(acc)] = (factor * acc[i]).to(low.element_type)
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 
 __all__ = [
     "count_of", "ends", "fresh", "keep", "load", "locate", "per_sequence", "place", "rows_before",
-    "sequence", "slice_of", "store", "targets",
+    "sequence", "slice_of", "store", "targets", "write",
 ]  # fmt: skip
 
 
@@ -141,6 +141,14 @@ def keep(registers, targets, is_state):
         for i in cutlass.range_constexpr(cute.size(registers)):
             rounded[i] = (registers[i] - rounded[i].to(Float32)).to(BFloat16)
         cute.autovec_copy(rounded, parts[None, None, None, 1])
+
+
+@cute.jit
+def write(registers, target):
+    """An accumulator, rounded to its target's dtype."""
+    rounded = cute.make_rmem_tensor(registers.shape, target.element_type)
+    rounded.store(registers.load().to(target.element_type))
+    cute.autovec_copy(rounded, target)
 
 
 def slice_of(thread, states, row, head, column):
