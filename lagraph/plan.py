@@ -202,16 +202,8 @@ class Plan:
         if self.cuda:
             self.device = torch.device("cuda", problem.index)
         self.dtypes = tuple(problem.dtypes.get(name) for name in node.output_names)
-        in_place = (
-            problem.has("initial_state")
-            and problem.has("final_state")
-            and (
-                problem.has("state_indices")
-                or getattr(problem.options, "overwrite_initial_state", False)
-            )
-        )
         # Position of the output that is an input's buffer.
-        self.aliases = node.output_names.index("final_state") if in_place else -1
+        self.aliases = node.output_names.index("final_state") if problem.in_place else -1
         shapes = [self._shape(node, bound, out) for out in node.outputs]
         outs = [self._make(node, at, shape) for at, shape in enumerate(shapes)]
         scope = {

@@ -74,6 +74,17 @@ class Problem:
         return name in self.dtypes
 
     @property
+    def in_place(self) -> bool:
+        """Whether the final states are written into a pool, or into the initial states."""
+        return (
+            self.has("initial_state")
+            and self.has("final_state")
+            and (
+                self.has("state_indices") or getattr(self.options, "overwrite_initial_state", False)
+            )
+        )
+
+    @property
     def io_dtype(self) -> torch.dtype:
         """Dtype of the token tensors (q or, where there is no q, k)."""
         return self.dtypes["q"] if "q" in self.dtypes else self.dtypes["k"]

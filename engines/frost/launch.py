@@ -12,14 +12,13 @@ when a call first needs them.
 from __future__ import annotations
 
 import re
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from lagraph.desc import layout_class
 from lagraph.engines.frost import compile
-from lagraph.engines.frost.pieces import pieces, scalars, signature_of
+from lagraph.engines.frost.pieces import pieces, scalars, signature_of, tensors_of, token_major
 from lagraph.engines.frost.schedule import C, Choice, Shape, choose
 from lagraph.errors import PlanNotOffered
 from lagraph.plan import compiled_source
@@ -75,6 +74,7 @@ class _Plan:
         self.problem, self.signature = problem, signature_of(problem, knobs)
         self.pieces = pieces(problem, knobs)
         self.function = compile.function(self.signature, problem.arch)
+        self.functions = Functions(self.pieces, problem.arch)  # what else runs
         self.scalars = scalars(problem)
         size = problem.sizes
         self.n = size.get("n", 1)
@@ -86,11 +86,6 @@ class _Plan:
                 f"plan {problem.family}_frost: segment={self.segment} cuts sequences, which "
                 f"batch_invariant forbids. Drop one of them."
             )
-        # A pool, or a buffer to overwrite: an input that comes back as the output.
-        self.in_place = problem.has("final_state") and (
-            problem.has("state_indices")
-            or getattr(problem.options, "overwrite_initial_state", False)
-        )
         self.outputs = [name for name in problem.outputs if problem.has(name)]
         self.arguments = self._arguments()
         present = {name for name in problem.inputs if problem.has(name)} | set(self.outputs)
@@ -150,11 +145,6 @@ class _Plan:
         _, span, less, _ = self.choice(T, N)
         return (T * self.n // (C * span) + (2 if less else 1) * N) * self.slot if span else 0
 
-    @cached_property
-    def functions(self) -> Functions:
-        """What else runs, compiled or loaded when it is first asked for."""
-        return Functions(self.pieces, self.problem.arch)
-
     def _source(self) -> str:
         """Source of `run`."""
         problem = self.problem
@@ -166,7 +156,7 @@ class _Plan:
         checks = [f"{name}.is_neg()" for name in floats]
         checks += [
             f"not {name}.is_contiguous()" for name in self.outputs
-            if not (self.in_place and name == "final_state")
+            if not (problem.in_place and name == "final_state")
         ]  # fmt: skip
         call = ", ".join(map(self._argument, self.arguments))
         lines = [
@@ -207,7 +197,7 @@ class _Plan:
         if name in problem.inputs or name in problem.outputs:
             if not problem.has(name):
                 return "None"
-            nested = problem.traits.substeps and name in STEPS and problem.ranks["k"] == 4
+            nested = name in STEPS and token_major(problem)
             return f"{name}.flatten(0, 1)" if nested else name
         if name in ("workspace", "span", "less"):
             return name
@@ -225,18 +215,17 @@ class _Plan:
         """A call without tokens, or without sequences: states pass through, nothing is launched."""
         given = dict(zip(self.problem.inputs, ins, strict=True))
         made = dict(zip(self.problem.outputs, outs, strict=True))
-        entering, leaving = "initial_state", "final_state"
-        if self.problem.direction == "summary_backward":
-            entering, leaving = "d_final_state", "d_initial_state"
-        final, transition = made.get(leaving), made.get("transition")
+        names = tensors_of(self.problem)
+        entering = given[names["initial"]]
+        final, transition = made.get(names["final"]), made.get("transition")
         if transition is not None:
             transition.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
-        if final is None or self.in_place:
+        if final is None or self.problem.in_place:
             return
-        if given[entering] is None:
+        if entering is None:
             final.zero_()
         else:
-            final.copy_(given[entering])
+            final.copy_(entering)
 
     def _repair(self, error: ValueError | None, call: Any, values: list[Any]) -> None:
         """Call a function with copies of the tensors that it cannot take as they are.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lagraph.engines.frost.signature import Signature
     from lagraph.problem import Problem
 
-__all__ = ["facts", "pieces", "scalars", "signature_of"]
+__all__ = ["facts", "pieces", "scalars", "signature_of", "tensors_of", "token_major"]
 
 # Fields of a signature that hold a tensor's dtype.
 TENSORS = {
@@ -35,6 +35,18 @@ CLOSED = {"initial": "", "index": "", "final": "", "checkpoints": "", "every": 0
 PHASES = {"forward": "whole", "summary": "open", "summary_backward": "retreat"}
 
 
+def tensors_of(problem: Problem) -> Mapping[str, str]:
+    """Tensors by the fields that hold their dtypes: backwards, the last state is the initial."""
+    if problem.direction == "summary_backward":
+        return TENSORS | {"initial": "d_final_state", "final": "d_initial_state"}
+    return TENSORS
+
+
+def token_major(problem: Problem) -> bool:
+    """Whether k, v and beta have an axis of steps."""
+    return problem.traits.substeps and problem.ranks["k"] == 4
+
+
 def facts(problem: Problem) -> dict[str, int | str | bool]:
     """The static facts of a problem that a signature may be made of, by field name.
 
@@ -49,10 +61,7 @@ def facts(problem: Problem) -> dict[str, int | str | bool]:
     """
     options = problem.options
     found: dict[str, int | str | bool] = {"n": 1, **problem.sizes, "rows": problem.sizes["V"]}
-    names = TENSORS
-    if problem.direction == "summary_backward":
-        names = names | {"initial": "d_final_state", "final": "d_initial_state"}
-    for field, name in names.items():
+    for field, name in tensors_of(problem).items():
         found[field] = dtype_name(problem.dtypes[name]) if problem.has(name) else ""
     found |= {
         "family": problem.family,
@@ -64,7 +73,7 @@ def facts(problem: Problem) -> dict[str, int | str | bool]:
         "norm": bool(options.use_qk_l2norm),
         "sigmoid": bool(options.use_beta_sigmoid),
         "double": bool(options.allow_neg_eigval),
-        "token_major": problem.traits.substeps and problem.ranks["k"] == 4,
+        "token_major": token_major(problem),
         "every": int(getattr(options, "checkpoint_every_n_tokens", 0) or 0),
         "invariant": bool(options.batch_invariant),
     }

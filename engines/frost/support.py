@@ -30,64 +30,37 @@ def _gentle(problem: Problem) -> bool:
     return not problem.options.allow_neg_eigval
 
 
-def _preferred(problem: Problem) -> bool:
-    options = problem.options
-    if options.allow_neg_eigval:
-        return False
-    # Such a call neither cuts sequences nor narrows tiles.
-    return not options.batch_invariant or problem.sizes["HO"] >= MANY
+def _filled(problem: Problem) -> bool:
+    # A batch-invariant call neither cuts sequences nor narrows tiles.
+    return _gentle(problem) and (not problem.options.batch_invariant or problem.sizes["HO"] >= MANY)
 
 
-# Where the engine is chosen without a pin: where it was measured faster than those after it. A row
-# holds the measurement. Strengths up to 2 amplify rounding: see docs/engines.md.
 GENTLE = "without allow_neg_eigval"
-HOW = "H200, bf16, slow gates, K = V = 128, commit 10431da, ms with the host's part, Triton's in "
-HOW += "brackets: "
-PREFER: tuple[Preference, ...] = (
-    Preference(
-        "gdn",
-        "forward",
-        where=f"{GENTLE}; with batch_invariant from {MANY} heads on",
-        measured=HOW + "1 x 32768, 2/8 heads 0.303 (0.368), 8/32 0.780 (0.974), 16/64 1.245 "
-        "(1.667); 1 x 2048, 16/32 0.126 (0.163); 8 x 4096, 8/32 0.408 (0.625)",
-        holds=_preferred,
-    ),
-    Preference(
-        "gdp",
-        "forward",
-        where=f"{GENTLE}; with batch_invariant from {MANY} heads on",
-        measured=HOW + "n = 2, 4 x 8192, 16 heads 0.501 (0.907); 1 x 16384 0.441 (0.620); 1 x 4096 "
-        "0.165 (0.226)",
-        holds=_preferred,
-    ),
-    Preference(
-        "gdn",
-        "summary",
-        where=GENTLE,
-        measured=HOW + "1 x 131072, 16 heads 0.961 (8.169); 8 x 4096, 32 heads 0.551 (0.688)",
-        holds=_gentle,
-    ),
-    Preference(
-        "gdn",
-        "summary_backward",
-        where=GENTLE,
-        measured=HOW + "1 x 131072, 16 heads 1.355 (6.460); 8 x 4096, 32 heads 0.406 (0.611)",
-        holds=_gentle,
-    ),
-    Preference(
-        "gdp",
-        "summary",
-        where=GENTLE,
-        measured=HOW + "n = 2, 1 x 32768, 16 heads 0.490 (4.105)",
-        holds=_gentle,
-    ),
-    Preference(
-        "gdp",
-        "summary_backward",
-        where=GENTLE,
-        measured=HOW + "n = 2, 1 x 32768, 16 heads 0.606 (3.155)",
-        holds=_gentle,
-    ),
+WHERE = {
+    "forward": (f"{GENTLE}; with batch_invariant from {MANY} heads on", _filled),
+    "summary": (GENTLE, _gentle),
+    "summary_backward": (GENTLE, _gentle),
+}
+HOW = (
+    "H200, bf16, slow gates, K = V = 128, commit 10431da, ms with the host's part, Triton's in "
+    "brackets: "
+)
+MEASURED = {
+    ("gdn", "forward"): "1 x 32768, 2/8 heads 0.303 (0.368), 8/32 0.780 (0.974), 16/64 1.245 "
+    "(1.667); 1 x 2048, 16/32 0.126 (0.163); 8 x 4096, 8/32 0.408 (0.625)",
+    ("gdp", "forward"): "n = 2, 4 x 8192, 16 heads 0.501 (0.907); 1 x 16384 0.441 (0.620); "
+    "1 x 4096 0.165 (0.226)",
+    ("gdn", "summary"): "1 x 131072, 16 heads 0.961 (8.169); 8 x 4096, 32 heads 0.551 (0.688)",
+    ("gdn", "summary_backward"): "1 x 131072, 16 heads 1.355 (6.460); 8 x 4096, 32 heads 0.406 "
+    "(0.611)",
+    ("gdp", "summary"): "n = 2, 1 x 32768, 16 heads 0.490 (4.105)",
+    ("gdp", "summary_backward"): "n = 2, 1 x 32768, 16 heads 0.606 (3.155)",
+}
+# Where the engine is chosen without a pin: where it was measured faster than those after it.
+# Strengths up to 2 amplify rounding: see docs/engines.md.
+PREFER: tuple[Preference, ...] = tuple(
+    Preference(family, direction, WHERE[direction][0], HOW + text, WHERE[direction][1])
+    for (family, direction), text in MEASURED.items()
 )
 
 SUPPORT = SupportTable(
