@@ -183,90 +183,53 @@ def _records(*tensors: Tensor | None) -> bool:
 # The delta rules ----------------------------------------------------------------------------------
 
 
-def _chunk_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule over a sequence: `chunk_gdn`'s kernels."""
-    return fla.chunk_gated_delta_rule(
-        query, key, value, g, beta, initial_state=initial_state,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=_offsets("torch_chunk_gated_delta_rule", rest),
-    )  # fmt: skip
+def _delta_rule(
+    chunk_name: str, by_chunks: Callable[..., Any], token_name: str, by_tokens: Callable[..., Any]
+) -> Functions:
+    """A rule's functions by their names in a module: over a sequence, and token by token, or by
+    chunks where gradients are due."""
 
+    def chunks(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **rest: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        out: tuple[Tensor, Tensor | None] = by_chunks(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=_offsets(chunk_name, rest),
+        )  # fmt: skip
+        return out
 
-def _token_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule, token by token: `recurrent_gdn`, or chunks where gradients are due."""
-    run: Any = fla.fused_recurrent_gated_delta_rule
-    if _records(query, key, value, g, beta, initial_state):
-        run = fla.chunk_gated_delta_rule
-    out: tuple[Tensor, Tensor | None] = run(
-        query, key, value, g=g, beta=beta, initial_state=initial_state,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=_offsets("torch_recurrent_gated_delta_rule", rest),
-    )  # fmt: skip
-    return out
+    def tokens(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **rest: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        recorded = _records(query, key, value, g, beta, initial_state)
+        out: tuple[Tensor, Tensor | None] = (by_chunks if recorded else by_tokens)(
+            query, key, value, g=g, beta=beta, initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=_offsets(token_name, rest),
+        )  # fmt: skip
+        return out
 
-
-def _chunk_kda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Kimi delta attention over a sequence, its log decays given: `chunk_kda`'s kernels."""
-    return fla.chunk_kda(
-        query, key, value, g, beta, initial_state=initial_state,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=_offsets("chunk_kimi_delta_attention", rest),
-    )  # fmt: skip
-
-
-def _token_kda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **rest: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Kimi delta attention, token by token: `recurrent_kda`, or chunks where gradients are due."""
-    run: Any = fla.fused_recurrent_kda
-    if _records(query, key, value, g, beta, initial_state):
-        run = fla.chunk_kda
-    out: tuple[Tensor, Tensor | None] = run(
-        query, key, value, g=g, beta=beta, initial_state=initial_state,
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=_offsets("recurrent_kimi_delta_attention", rest),
-    )  # fmt: skip
-    return out
+    return {chunk_name: chunks, token_name: tokens}
 
 
 # Mamba-2 ------------------------------------------------------------------------------------------
@@ -404,15 +367,19 @@ _SHORT: Functions = {
     "causal_conv1d_update": _conv_update,
 }
 _GDN: Functions = {
-    "torch_chunk_gated_delta_rule": _chunk_rule,
-    "torch_recurrent_gated_delta_rule": _token_rule,
+    **_delta_rule(
+        "torch_chunk_gated_delta_rule", fla.chunk_gated_delta_rule,
+        "torch_recurrent_gated_delta_rule", fla.fused_recurrent_gated_delta_rule,
+    ),
     **_SHORT,
-}
+}  # fmt: skip
 _KDA: Functions = {
-    "chunk_kimi_delta_attention": _chunk_kda,
-    "recurrent_kimi_delta_attention": _token_kda,
+    **_delta_rule(
+        "chunk_kimi_delta_attention", fla.chunk_kda,
+        "recurrent_kimi_delta_attention", fla.fused_recurrent_kda,
+    ),
     **_SHORT,
-}
+}  # fmt: skip
 _MAMBA2: Functions = {
     "mamba2_chunk_scan": _scan,
     "mamba2_selective_state_update": _update,
