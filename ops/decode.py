@@ -75,8 +75,8 @@ _SEEN: set[Any] = set()
 SEEN = 4096
 
 
-def _check(*args: Any) -> int:
-    """Shapes, dtypes and devices; returns the heads of k."""
+def _check(*args: Any) -> None:
+    """Shapes, dtypes and devices."""
     call = options_of(args[-1])
     op, family = call.op, call.family
     x = dict(zip(ARGS, args))
@@ -109,10 +109,8 @@ def _check(*args: Any) -> int:
         )  # fmt: skip
     n = call.n
     width = sizes["width"]
-    rest = width - n * H * V
-    per = 2 * K if not delta else (1 + n) * K
-    heads = rest // per
-    if rest <= 0 or rest % per or H % heads:
+    heads, left = _key_heads(width, call, H, V, K)
+    if heads <= 0 or left or H % heads:
         form = "H*V + 2*G*K" if not delta else f"HK*K + {n}*HK*K + {n}*H*V"
         raise ShapeMismatch(
             op, name["packed"],
@@ -153,7 +151,13 @@ def _check(*args: Any) -> int:
                 got=f"strides {list(buffer.stride())}",
                 mend=f"Allocate it as torch.empty({', '.join(shape.split())})",
             )  # fmt: skip
-    return int(heads)
+
+
+def _key_heads(width: int, call: Any, H: int, V: int, K: int) -> tuple[int, int]:
+    """Heads of K in a row of this width, and what is left of it."""
+    per = 2 * K if call.family == "mamba2" else (1 + call.n) * K
+    rest = width - call.n * H * V
+    return rest // per, rest % per  # divmod is none of symbolic sizes
 
 
 def _place(x: Tensor) -> Any:
@@ -181,11 +185,10 @@ def _run(*args: Any) -> None:
         _SEEN.add(key)
     x = dict(zip(ARGS, tensors))
     pool = x["state_cache"]
-    H, V, K = pool.shape[1:]
-    per = 2 * K if call.family == "mamba2" else (1 + call.n) * K
-    heads = (x["packed"].shape[-1] - call.n * H * V) // per
     check_slots(call.op, x["state_indices"], pool.shape[0])
     if not wants_kernels(call.op, call.impl, x["packed"]):
+        H, V, K = pool.shape[1:]
+        heads, _ = _key_heads(x["packed"].shape[-1], call, H, V, K)
         registry.load(REFERENCE)(x, call, *_sections(x["packed"], call, heads, H, V, K))
         return
     for argument in PARAMETERS:
@@ -199,7 +202,7 @@ def _arguments(x: dict[str, Any], call: Any) -> tuple[tuple[Any, ...], dict[str,
     """What the kernel's launch takes."""
     pool, mamba2 = x["state_cache"], call.family == "mamba2"
     H, V, K = pool.shape[1:]
-    per = 2 * K if mamba2 else (1 + call.n) * K
+    heads, _ = _key_heads(x["packed"].shape[-1], call, H, V, K)
     given = (
         registry.family(call.family).traits, x["packed"], x["gate"], x["beta"], pool,
         x["state_indices"], x["out"],
@@ -207,7 +210,7 @@ def _arguments(x: dict[str, Any], call: Any) -> tuple[tuple[Any, ...], dict[str,
     return given, {
         "w": x["w"], "a": x["A"], "d": x["D"], "z": x["z"], "a_log": x["A_log"],
         "dt_bias": x["dt_bias"], "has_initial_state": x["has_initial_state"],
-        "states": x["states"], "heads": (x["packed"].shape[-1] - call.n * H * V) // per,
+        "states": x["states"], "heads": heads,
         "substeps": call.n,
         "scale": call.scale if call.scale is not None else 1.0 if mamba2 else K**-0.5,
         "gate": call.gate, "lower": call.lower, "double": call.double, "guard": call.guard,
@@ -292,6 +295,12 @@ def _checked_options(
 _known_options = lru_cache(maxsize=1024, typed=True)(_checked_options)
 
 
+def _output(packed: Tensor, pool: Tensor) -> Tensor:
+    """Room for the outputs: [1, B, H, V], or of several tokens [B, T, H, V]."""
+    lead = packed.shape[:2] if packed.dim() == 3 else (1, packed.shape[0])
+    return packed.new_empty((*lead, *pool.shape[1:3]))
+
+
 def _call(
     op: str, family: str, names: str, required: int, packed: Any, gate: Any, beta: Any, w: Any,
     A: Any, A_log: Any, dt_bias: Any, D: Any, z: Any, pool: Any, index: Any, has: Any, out: Any,
@@ -303,9 +312,7 @@ def _call(
     step = None if key is None else _STEPS.get(key)
     if step is not None:
         if out is None:
-            several = packed.dim() == 3
-            lead = packed.shape[:2] if several else (1, packed.shape[0])
-            given[12] = packed.new_empty((*lead, *pool.shape[1:3]))
+            given[12] = _output(packed, pool)
         if step.run(given):
             return given[12]
         given[12] = out
@@ -317,8 +324,7 @@ def _call(
     if out is None:
         if pool.dim() != 4:
             need(op, "state_cache", pool, "num_slots H V K", {}, FLOATS)
-        lead = packed.shape[:2] if packed.dim() == 3 else (1, packed.shape[0])
-        out = packed.new_empty((*lead, pool.shape[1], pool.shape[2]))
+        out = _output(packed, pool)
     if not torch.compiler.is_compiling():
         for buffer, y in buffers.items():
             for name, x in zip(names.split(), named) if y is not None else ():
