@@ -189,7 +189,7 @@ def _delta_rule(
     """A rule's functions by their names in a module: over a sequence, and token by token, or by
     chunks where gradients are due."""
 
-    def chunks(
+    def _chunks(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -209,7 +209,7 @@ def _delta_rule(
         )  # fmt: skip
         return out
 
-    def tokens(
+    def _tokens(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -229,7 +229,7 @@ def _delta_rule(
         )  # fmt: skip
         return out
 
-    return {chunk_name: chunks, token_name: tokens}
+    return {chunk_name: _chunks, token_name: _tokens}
 
 
 # Mamba-2 ------------------------------------------------------------------------------------------
