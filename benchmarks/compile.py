@@ -277,7 +277,8 @@ def frost(args: argparse.Namespace, words: list[str]) -> int:
         kernels = assembled(signature, args.arch[0])
         took = time.perf_counter() - start
         for use in kernels:
-            over = use["spilled"] > args.spills or use["shared"] > SHARED[args.arch[0]]
+            allowed = signature.spills if args.spills is None else args.spills
+            over = use["spilled"] > allowed or use["shared"] > SHARED[args.arch[0]]
             bad += over
             print(
                 f"sm_{args.arch[0]} {signature.name:60s} {use['threads']:4d} threads "
@@ -295,13 +296,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="families or words of a sample, with commas")
     parser.add_argument("--quick", action="store_true", help="one sample a family")
     parser.add_argument("--sass", action="store_true", help="count instructions and barriers")
-    parser.add_argument("--spills", type=int, help="spilled bytes that are let pass: 512; frost: 0")
+    parser.add_argument("--spills", type=int, help="spilled bytes let pass: 512; frost: as kernels say")
     parser.add_argument("--knobs", default="", help="Triton: knob=value with commas")
     parser.add_argument("--signatures", default="", help="frost: another module[:tuple] of them")
     args = parser.parse_args(argv)
     is_frost = args.engine == "frost"
     args.arch = args.arch or ([90] if is_frost else [80, 90, 100, 120])
-    args.spills = (0 if is_frost else 512) if args.spills is None else args.spills
+    if args.spills is None and not is_frost:
+        args.spills = 512
     knobs = dict(part.split("=") for part in args.knobs.split(",") if part)
     knobs = {name: int(value) for name, value in knobs.items()}
     words = [word for word in args.only.split(",") if word]

@@ -796,6 +796,28 @@ def test_a_long_sequence_is_opened_linked_and_closed(phases):
 
 
 @needs_compiler
+@pytest.mark.parametrize(("N", "options", "paired"),
+                         [(70, {}, True), (2, {}, False), (70, {"batch_invariant": True}, False)])  # fmt: skip
+def test_an_sm_has_two_small_states_where_there_are_many(phases, N, options, paired):
+    """132 SMs and two heads: 66 sequences fill them."""
+    _, _, ((kernel, _),) = planned(given(T=140, N=N, H=2), phases, **options)
+    assert (kernel.phase, kernel.paired, kernel.per_sm) == ("whole", paired, 1 + paired)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("options", "knobs", "split"), [
+    ({}, {}, False), ({}, {"split": 1}, True),
+    ({"allow_neg_eigval": True, "use_beta_sigmoid": True}, {}, True),
+    ({"allow_neg_eigval": True, "use_beta_sigmoid": True}, {"split": 0}, False),
+])  # fmt: skip
+def test_strengths_up_to_two_take_two_parts(phases, options, knobs, split):
+    for T, kernels in ((6, 1), (6000, 3)):
+        _, _, calls = planned(many(T), phases, knobs=knobs, **options)
+        assert len(calls) == kernels
+        assert all(kernel.split is split for kernel, _ in calls if hasattr(kernel, "split"))
+
+
+@needs_compiler
 def test_from_no_state_the_first_map_is_not_asked_for(phases):
     _, _, calls = planned(many(6000), phases)
     assert calls[0][1]["skip"] == 3

@@ -73,8 +73,10 @@ class _Plan:
     def __init__(self, problem: Problem, knobs: Mapping[str, int | str]) -> None:
         self.problem, self.signature = problem, signature_of(problem, knobs)
         self.pieces = pieces(problem, knobs)
-        self.function = compile.function(self.signature, problem.arch)
-        self.functions = Functions(self.pieces, problem.arch)  # what else runs
+        # What runs where there are many sequences, and what else does.
+        many = self.pieces.get("paired", self.signature)
+        self.function = compile.function(many, problem.arch)
+        self.functions = Functions(self.pieces, problem.arch)
         self.scalars = scalars(problem)
         size = problem.sizes
         self.n = size.get("n", 1)
@@ -138,7 +140,9 @@ class _Plan:
         best = self.choice(T, N)
         if best.span:
             return self.cut, C * best.span, C * best.less
-        return (self.functions["narrow"] if best.narrow else self.function), 0, 0
+        if best.narrow or "paired" in self.pieces:
+            return self.functions["narrow" if best.narrow else "whole"], 0, 0
+        return self.function, 0, 0
 
     def workspace_size(self, T: int, N: int) -> int:
         """Bytes of workspace at these sizes."""

@@ -54,10 +54,11 @@ def facts(problem: Problem) -> dict[str, int | str | bool]:
     phase: "whole", or of a summary "open" or "retreat"; carries: not a summary; reverse: a
     summary's backward, whose initial is d_final_state and whose final is d_initial_state.
     gate: "log", "linear" or "softplus"; norm, sigmoid, double: l2norm of q and k, sigmoid of beta,
-    twice that. g, beta, a_log, bias, offsets, initial, index, final, checkpoints, transition: a
-    tensor's dtype, "" where it is absent. token_major: k, v and beta have an axis n. every: steps
-    between checkpoints. invariant: batch_invariant. rows: rows of V of one CTA, all unless a knob
-    says so.
+    twice that; split: products in two parts, on by itself for strengths up to 2. g, beta, a_log,
+    bias, offsets, initial, index, final, checkpoints, transition: a tensor's dtype, "" where it is
+    absent. token_major: k, v and beta have an axis n. every: steps between checkpoints. invariant:
+    batch_invariant. rows: rows of V of one CTA, all unless a knob says so. paired: two CTAs an SM,
+    which a plan decides call by call.
     """
     options = problem.options
     found: dict[str, int | str | bool] = {"n": 1, **problem.sizes, "rows": problem.sizes["V"]}
@@ -73,9 +74,11 @@ def facts(problem: Problem) -> dict[str, int | str | bool]:
         "norm": bool(options.use_qk_l2norm),
         "sigmoid": bool(options.use_beta_sigmoid),
         "double": bool(options.allow_neg_eigval),
+        "split": bool(options.allow_neg_eigval) and problem.direction != "summary_backward",
         "token_major": token_major(problem),
         "every": int(getattr(options, "checkpoint_every_n_tokens", 0) or 0),
         "invariant": bool(options.batch_invariant),
+        "paired": False,
     }
     return found
 
@@ -94,14 +97,15 @@ def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
     its name, out of the problem's facts and the plan name's knobs."""
     known = facts(problem) | dict(knobs)
     known["rows"] = min(problem.sizes["V"], int(known["rows"]))
+    known["split"] = bool(known["split"])
     if problem.direction != "forward":
         known |= CLOSED | {"rows": min(problem.sizes["K"], int(known["rows"]))}
     return _signature(KERNELS[problem.family, problem.direction], known)
 
 
 def pieces(problem: Problem, knobs: Mapping[str, int | str]) -> dict[str, Signature]:
-    """Signatures of all that a plan may call: "whole" sequences, "narrow" where a CTA has half of
-    the rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
+    """Signatures of all that a plan may call: "whole" sequences, "paired" where an SM has two small
+    ones, "narrow" where a CTA has half of the rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
     """
     first, known = signature_of(problem, knobs), facts(problem)
     if problem.direction != "forward":
@@ -112,6 +116,8 @@ def pieces(problem: Problem, knobs: Mapping[str, int | str]) -> dict[str, Signat
         link = known | {"final": "", "transition": ""}
         if "rows" not in knobs and first.V > 64:  # type: ignore[attr-defined]
             found["narrow"] = replace(first, rows=64)  # type: ignore[type-var]
+        if "segment" not in knobs and first.K == first.V == 64 and not first.split:  # type: ignore[attr-defined]
+            found["paired"] = replace(first, paired=True)  # type: ignore[type-var]
         found["open"] = replace(first, phase="open", rows=rows, **CLOSED)  # type: ignore[type-var]
         found["link"] = _signature(LINK, link)
         found["close"] = replace(first, phase="close", initial="")  # type: ignore[type-var]

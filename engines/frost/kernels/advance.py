@@ -9,13 +9,9 @@ from lagraph.engines.frost.kernels.lib import product, ragged, segment
 from lagraph.engines.frost.kernels.shared import first_turn, give_turn, places, take_turn
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
-    FACTOR_STAGES,
-    O_STAGES,
     PART,
-    Q_STAGES,
     QUERY,
     SLICE,
-    V_STAGES,
     WRITE,
     C,
 )
@@ -54,10 +50,16 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     W_in, W_low = product.as_operand(thread, X, dtype, SLICE, C)
     U_in, U_low = product.as_operand(thread, X, dtype, SLICE, C)
     part_in, part_low = product.as_operand(thread_p, U, dtype, SLICE, PART)
+    W_rest = U_rest = part_rest = None
+    if cutlass.const_expr(sig.split):  # what their rounding loses
+        W_rest_in, W_rest = product.as_operand(thread, X, dtype, SLICE, C)
+        U_rest_in, U_rest = product.as_operand(thread, X, dtype, SLICE, C)
+        part_rest_in, part_rest = product.as_operand(thread_p, U, dtype, SLICE, PART)
+        bT_rest = thread_p.make_fragment_B(thread_p.partition_B(tiles.T_rest))
 
     load = product.loader(dtype, by_token)
     from_v = load.get_slice(tid)
-    mine = cute.local_tile(product.transposed(tiles.V), (SLICE, C, V_STAGES), (wg, 0, 0))
+    mine = cute.local_tile(product.transposed(tiles.V), (SLICE, C, sig.stages.V), (wg, 0, 0))
     v_source = from_v.partition_S(mine)
     value = cute.make_rmem_tensor(X.shape, dtype)
     if cutlass.const_expr(sig.phase == "open"):  # nothing is written to a map, be V infinite
@@ -69,12 +71,15 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     if cutlass.const_expr(sig.outputs):
         by_query = product.of_registers(dtype, sig.queries)
         thread_q = by_query.get_slice(tid)
-        shape = (sig.queries, sig.K, Q_STAGES)
+        shape = (sig.queries, sig.K, sig.stages.Q)
         queries = cute.local_tile(tiles.Q, shape, (0, 0, 0))
         bQ = thread_q.make_fragment_B(thread_q.partition_B(queries))
-        shape = (sig.queries, C, FACTOR_STAGES)
+        shape = (sig.queries, C, sig.stages.factors)
         scores = cute.local_tile(tiles.P, shape, (0, 0, 0))
         bP = thread_q.make_fragment_B(thread_q.partition_B(scores))
+        if cutlass.const_expr(sig.split):
+            scores = cute.local_tile(tiles.P_rest, shape, (0, 0, 0))
+            bP_rest = thread_q.make_fragment_B(thread_q.partition_B(scores))
         O = product.accumulator(thread_q, SLICE, sig.queries)
         store = product.storer(dtype, by_query, transpose=True)
         to_o = store.get_slice(tid)
@@ -110,6 +115,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     if cutlass.const_expr(sig.phase == "open"):
         segment.fresh(sig, S, thread_k, column)
     elif cutlass.const_expr(sig.phase == "close"):
+        cute.arch.griddepcontrol_wait()
         segment.load(segment.place(ends[0], work.slot, work.head, column, tid), S)
     elif cutlass.const_expr(initial is not None):
         source = segment.slice_of(thread_k, initial, row, work.head, column)
@@ -120,7 +126,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         S.fill(0.0)
     S_low.store(S.load().to(dtype))
 
-    at_k, at_q, at_v, at_f = places()
+    at_k, at_q, at_v, at_f = places(sig)
     first_turn(sig, wg)
     for c in cutlass.range(chunks, unroll=1):
         if cutlass.const_expr(checkpoints is not None):  # noqa: SIM102
@@ -150,16 +156,21 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
 
         # U, 16 tokens at a time: their own, then what they take from those that follow.
         stage = bT[None, None, None, at_f.index]
+        if cutlass.const_expr(sig.split):
+            stage_rest = bT_rest[None, None, None, at_f.index]
         for p in cutlass.range_constexpr(C // PART):
-            part_low.store(W[p].load().to(dtype))
+            product.split(W[p], part_low, part_rest)
             product.issue_block(by_part, U, part_in, stage, p, p, 1, False)
+            if cutlass.const_expr(sig.split):
+                product.issue_block(by_part, U, part_rest_in, stage, p, p, 1, True)
+                product.issue_block(by_part, U, part_in, stage_rest, p, p, 1, True)
             if cutlass.const_expr(p == 0):
                 decay = last[at_f.index]
                 for i in cutlass.range_constexpr(cute.size(S)):
                     S[i] = decay * S[i]
             if cutlass.const_expr(p == C // PART - 1):
                 give_turn(sig, wg, c + 1 < chunks)
-                if cutlass.const_expr(sig.outputs):
+                if cutlass.const_expr(sig.outputs and not sig.sparing):
                     pipe_q.consumer_wait(at_q)
                     product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
                     cute.nvgpu.warpgroup.wait_group(1)
@@ -170,23 +181,38 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
                 pipe_v.consumer_release(at_v)
             else:
                 cute.nvgpu.warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(count):
-                U_low[p * count + i] = U[i].to(dtype)
+            product.split(U, U_low, U_rest, p)
             for n in cutlass.range_constexpr(p + 1, C // PART):
                 product.issue_block(by_part, W[n], U_in[None, None, p], stage, n, p, 1, True)
-            product.scaled(U, W_low, rows[None, WRITE, at_f.index], lane, p)
+                if cutlass.const_expr(sig.split):
+                    rest = U_rest_in[None, None, p]
+                    product.issue_block(by_part, W[n], rest, stage, n, p, 1, True)
+                    product.issue_block(by_part, W[n], U_in[None, None, p], stage_rest, n, p, 1, True)
+            product.scaled(U, W_low, rows[None, WRITE, at_f.index], lane, p, rest=W_rest)
+            if cutlass.const_expr(sig.sparing):
+                columns = bKt[None, None, None, at_k.index]
+                product.issue_part(by_key, S, W_in, columns, p)
+                if cutlass.const_expr(sig.split):
+                    product.issue_part(by_key, S, W_rest_in, columns, p)
             if cutlass.const_expr(p + 1 < C // PART):
-                cute.nvgpu.warpgroup.wait_group(C // PART - 2 - p)
+                cute.nvgpu.warpgroup.wait_group(after(sig, p))
+        if cutlass.const_expr(sig.outputs and sig.sparing):
+            pipe_q.consumer_wait(at_q)
+            product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
         cute.nvgpu.warpgroup.wait_group(0)
         if cutlass.const_expr(sig.outputs):
             pipe_q.consumer_release(at_q)
             product.scale(O, rows[None, QUERY, at_f.index], lane)
             product.issue(by_query, O, U_in, bP[None, None, None, at_f.index], True)
-        product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
+            if cutlass.const_expr(sig.split):
+                product.issue(by_query, O, U_rest_in, bP[None, None, None, at_f.index], True)
+                product.issue(by_query, O, U_in, bP_rest[None, None, None, at_f.index], True)
+        if cutlass.const_expr(not sig.sparing):
+            product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
 
         if cutlass.const_expr(sig.outputs):
-            cute.nvgpu.warpgroup.wait_group(1)
-            slot = (c % O_STAGES) * sig.slices + wg
+            cute.nvgpu.warpgroup.wait_group(0 if sig.sparing else 1)
+            slot = (c % sig.stages.O) * sig.slices + wg
             emit(sig, O, result, store, o_source, o_target, slot, padding, first_warp, wg)
             if first_warp:
                 cute.copy(atom_o, o_shared[None, slot], o_global[None, c, column])
@@ -213,6 +239,14 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             cute.arch.cp_async_bulk_wait_group(0)
 
 
+def after(sig, p):
+    """Groups of products that are issued after all that the tokens after part p wait for."""
+    parts = C // PART - 2 - p
+    if not sig.sparing:
+        return parts
+    return min(3 * parts + 2, 7) if sig.split else parts + 1  # no more can be told apart
+
+
 @cute.jit
 def emit(sig: cutlass.Constexpr, O, result, store, source, target, slot, padding, first_warp, wg):
     """A chunk's output to its tile of shared memory, in sight of TMA."""
@@ -220,8 +254,13 @@ def emit(sig: cutlass.Constexpr, O, result, store, source, target, slot, padding
         for i in cutlass.range_constexpr(cute.size(O)):
             O[i] = Float32(0.0) if padding else O[i]
     result.store(O.load().to(sig.io))
+    if cutlass.const_expr(sig.stages.O == 1):  # the store before this one has read the tile
+        if first_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=wg + 1, number_of_threads=128)
     cute.copy(store, source, target[None, None, None, slot])
     cute.arch.fence_view_async_shared()
-    if first_warp:  # the store before this one has read its tile, which the next writes
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if cutlass.const_expr(sig.stages.O > 1):  # it has read its tile, which the next one writes
+        if first_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=wg + 1, number_of_threads=128)

@@ -7,11 +7,7 @@ from cutlass import Float32, Int32
 
 from lagraph.engines.frost.kernels.lib import gate, inverse, product
 from lagraph.engines.frost.kernels.tile import (
-    BLOCK_STAGES,
     ERASE,
-    FACTOR_STAGES,
-    K_STAGES,
-    Q_STAGES,
     QUERY,
     WRITE,
     C,
@@ -43,6 +39,12 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     if cutlass.const_expr(sig.outputs):
         p_target = to_p.partition_D(tiles.P)
     masked = cute.make_rmem_tensor(place.shape, sig.io)
+    rest = None
+    if cutlass.const_expr(sig.split):
+        rest = cute.make_rmem_tensor(place.shape, sig.io)
+        t_rest = to_p.partition_D(tiles.T_rest)
+        if cutlass.const_expr(sig.outputs):
+            p_rest = to_p.partition_D(tiles.P_rest)
     amplitude, bias = Float32(1.0), Float32(0.0)
     if cutlass.const_expr(a_log is not None):
         amplitude = cute.math.exp2(a_log[work.head].to(Float32) * gate.LOG2E)
@@ -55,10 +57,10 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         decays(sig, raw, numbers, 0, amplitude, bias, first * C, work.end - work.begin, lane)
     meet(sig)
 
-    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, K_STAGES)
-    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, Q_STAGES)
-    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, FACTOR_STAGES)
-    at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, BLOCK_STAGES)
+    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, sig.stages.K)
+    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, sig.stages.Q)
+    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.factors)
+    at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.blocks)
     for c in cutlass.range(work.chunks, unroll=1):
         turn = c % 2
         following = sig.chunk(work, c + 1)
@@ -83,7 +85,7 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         for w in cutlass.range_constexpr(4):
             if warp == w:
                 inverted = blocks[None, at_b.index]
-                keep(sig, kk, masked, inverted, mine, numbers, place, turn, lane, w)
+                keep(sig, kk, masked, rest, inverted, mine, numbers, place, turn, lane, w)
         if lane < 16:
             blocks[4 * inverse.NUMBERS + 16 * warp + lane, at_b.index] = strengths[
                 16 * warp + lane, turn
@@ -104,6 +106,9 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
                 for i in cutlass.range_constexpr(w):
                     target = t_target[(None, i), None, None, at_f.index]
                     cute.copy(store, left[(None, i), None, None], target)
+                    if cutlass.const_expr(sig.split):
+                        target = t_rest[(None, i), None, None, at_f.index]
+                        cute.copy(store, to_p.retile(rest)[(None, i), None, None], target)
         if tid < C:
             b, total = sums[tid, turn], sums[C - 1, turn]
             key = Float32(1.0)
@@ -126,12 +131,16 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             pipe_q.consumer_release(at_q)
             for w in cutlass.range_constexpr(sig.queries // 16):
                 if warp == w:
-                    mask(sig, qk, masked, numbers, scale, place, turn, lane, w)
+                    mask(sig, qk, masked, rest, numbers, scale, place, turn, lane, w)
             if cutlass.const_expr(sig.n == 1):
                 cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+                if cutlass.const_expr(sig.split):
+                    cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
             else:
                 if warp < sig.queries // 16:
                     cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+                    if cutlass.const_expr(sig.split):
+                        cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
         else:
             pipe_k.consumer_release(at_k)
         cute.arch.fence_view_async_shared()
@@ -207,7 +216,7 @@ def query_factor(sig: cutlass.Constexpr, numbers, scale, turn, row):
 
 @cute.jit
 def keep(
-    sig: cutlass.Constexpr, kk, joined, blocks, mine, numbers, place, turn, lane,
+    sig: cutlass.Constexpr, kk, joined, rest, blocks, mine, numbers, place, turn, lane,
     w: cutlass.Constexpr,
 ):  # fmt: skip
     """Rows 16 w to 16 w + 15 of L: the block on the diagonal in fp32 for its inverse, and what lies
@@ -226,13 +235,17 @@ def keep(
                 leaf[row - 16 * w, column - 16 * w] = strength * value
             else:
                 joined[i] = (-key * value).to(sig.io)
+                if cutlass.const_expr(sig.split):
+                    rest[i] = (-key * value - joined[i].to(Float32)).to(sig.io)
 
 
 @cute.jit
 def mask(
-    sig: cutlass.Constexpr, qk, masked, numbers, scale, place, turn, lane, w: cutlass.Constexpr
-):
-    """Rows 16 w to 16 w + 15 of P, queries at the last steps of their tokens, in the io dtype."""
+    sig: cutlass.Constexpr, qk, masked, rest, numbers, scale, place, turn, lane,
+    w: cutlass.Constexpr,
+):  # fmt: skip
+    """Rows 16 w to 16 w + 15 of P, queries at the last steps of their tokens, in the io dtype, and
+    what that loses."""
     mine = []
     for i in cutlass.range_constexpr(2):
         mine.append(query_factor(sig, numbers, scale, turn, 16 * w + lane // 4 + 8 * i))
@@ -244,6 +257,8 @@ def mask(
             first, most = 16 * w * sig.n, 16 * (w + 1) * sig.n  # steps of these rows
             if cutlass.const_expr(8 * group >= most):
                 masked[i] = sig.io(0.0)
+                if cutlass.const_expr(sig.split):
+                    rest[i] = sig.io(0.0)
             else:
                 b, query = mine[e // 2]
                 power = gate.finite_power(b - b_columns[e % 2])
@@ -252,6 +267,8 @@ def mask(
                     row, column = place[i]
                     value = value if column < (row + 1) * sig.n else Float32(0.0)
                 masked[i] = value.to(sig.io)
+                if cutlass.const_expr(sig.split):
+                    rest[i] = (value - masked[i].to(Float32)).to(sig.io)
 
 
 # Norms ------------------------------------------------------------------------------------------

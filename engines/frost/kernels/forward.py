@@ -47,7 +47,16 @@ from lagraph.engines.frost.kernels.lib import fake, ragged, segment
 from lagraph.engines.frost.kernels.load import invert, keys, values
 from lagraph.engines.frost.kernels.retreat import retreat
 from lagraph.engines.frost.kernels.shared import Work, allocate, layouts
-from lagraph.engines.frost.kernels.tile import REGISTERS, SLICE, STAGGER, SUBSTEPS, C
+from lagraph.engines.frost.kernels.tile import (
+    CHAINED,
+    COMPACT,
+    FULL,
+    SLICE,
+    SPLIT,
+    STAGGER,
+    C,
+    registers,
+)
 from lagraph.engines.frost.signature import Signature
 
 __all__ = ["SIGNATURES", "Forward"]
@@ -59,9 +68,9 @@ class Forward(Signature):
 
     phase: "whole" sequences, or of segments "open" (what each does to a state) and "close"
     (outputs from the state that enters); "retreat" is "open" for the gradient of the state, with
-    the gradient of O for v. n: steps of a token. rows: rows of V of one CTA. a_log, bias, initial,
-    index, final, checkpoints: a tensor's dtype, "" where it is absent. every: steps between
-    checkpoints.
+    the gradient of O for v. n: steps of a token. rows: rows of V of one CTA. split: T, G, P and U
+    in two parts, for strengths near 2. paired: two CTAs an SM (K and rows of 64). a_log, bias, initial, index, final, checkpoints: a tensor's
+    dtype, "" where it is absent. every: steps between checkpoints.
     """
 
     phase: str = "whole"
@@ -70,6 +79,8 @@ class Forward(Signature):
     K: int = 128
     V: int = 128
     rows: int = 128
+    split: bool = False
+    paired: bool = False
     gate: str = "log"
     norm: bool = False
     sigmoid: bool = False
@@ -139,6 +150,32 @@ class Forward(Signature):
         return 128 * (2 + self.slices)
 
     @property
+    def per_sm(self) -> int:
+        """CTAs of an SM."""
+        return 2 if self.paired else 1
+
+    @property
+    def stages(self):
+        """Of the rings: fewer where two CTAs, or tiles in two parts, share the memory."""
+        if self.split:
+            return SPLIT
+        return COMPACT if self.paired else FULL
+
+    @property
+    def spills(self) -> int:
+        """Two CTAs an SM are worth it: 8 x 4096, 8/32 heads, K = V = 64 in 0.228 ms, not 0.285; and
+        so are two advancing warpgroups."""
+        if self.paired:
+            return 96
+        return 128 if self.split and self.slices == 2 else 0
+
+    @property
+    def sparing(self) -> bool:
+        """Whether registers are few: what is written goes into the state at once, and queries meet
+        it last."""
+        return self.paired or self.split
+
+    @property
     def stagger(self) -> bool:
         return self.slices == 2 and STAGGER
 
@@ -205,8 +242,9 @@ class ForwardKernel:
             atoms, views, groups, (g, beta, a_log, dt_bias), cu,
             (initial, index, final, checkpoints, ends), steps, HO, scale, (span, less, skip), laid,
         ).launch(
-            grid=(slots * HO * sig.parts, 1, 1), block=(sig.threads, 1, 1), min_blocks_per_mp=1,
-            stream=stream,
+            grid=(slots * HO * sig.parts, 1, 1), block=(sig.threads, 1, 1),
+            min_blocks_per_mp=sig.per_sm, preferred_smem_carveout=100,
+            use_pdl=CHAINED and sig.phase == "close", stream=stream,
         )  # fmt: skip
 
     @cute.kernel
@@ -215,6 +253,8 @@ class ForwardKernel:
         states: tuple, steps: Int32, HO: Int32, scale: Float32, cut: tuple, laid: tuple,
     ):  # fmt: skip
         sig = self.sig
+        if cutlass.const_expr(sig.sums_up):
+            cute.arch.griddepcontrol_launch_dependents()
         work = mine(sig, cu, steps, HO, cut)
         tiles, numbers, rings = allocate(sig, laid)
         cute.arch.mbarrier_init_fence()
@@ -222,9 +262,9 @@ class ForwardKernel:
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp // 4)
-        registers = (REGISTERS if sig.n == 1 else SUBSTEPS)[sig.slices]
+        load, advanced, factored = registers(sig.slices, sig.n, sig.per_sm)
         if group == 0:
-            cute.arch.setmaxregister_decrease(registers[0])
+            cute.arch.setmaxregister_decrease(load)
             if warp == 0:
                 keys(sig, atoms, views, tiles, rings, groups, work)
             if warp == 1:
@@ -232,17 +272,17 @@ class ForwardKernel:
             if warp >= 2:
                 invert(sig, tiles, numbers, rings, work, warp - 2)
         elif group <= sig.slices:
-            cute.arch.setmaxregister_increase(registers[1])
+            cute.arch.setmaxregister_increase(advanced)
             if cutlass.const_expr(sig.phase == "retreat"):
                 retreat(sig, tiles, numbers, rings, states[4], work, group - 1)
             else:
                 given = (*states, cu, steps)
                 advance(sig, atoms[3], views[3], tiles, numbers, rings, given, work, group - 1)
         else:
-            if cutlass.const_expr(registers[2] > 65536 // sig.threads):
-                cute.arch.setmaxregister_increase(registers[2])
+            if cutlass.const_expr(factored * sig.per_sm > 65536 // sig.threads):
+                cute.arch.setmaxregister_increase(factored)
             else:
-                cute.arch.setmaxregister_decrease(registers[2])
+                cute.arch.setmaxregister_decrease(factored)
             factor(sig, tiles, numbers, rings, gates, scale, work)
 
 
@@ -295,6 +335,7 @@ SIGNATURES = (
     ),
     Forward(rows=64, gate="linear", g="bfloat16", beta="bfloat16", final="float32"),
     Forward(K=64, V=64, rows=64, offsets="int64", final="float32"),
+    Forward(K=64, V=64, rows=64, paired=True, final="float32"),
     Forward(K=64, V=128, rows=128),
     Forward(phase="open"),
     Forward(phase="open", norm=True, sigmoid=True, rows=64),
@@ -304,4 +345,7 @@ SIGNATURES = (
     Forward(n=2, final="float32", norm=True),
     Forward(n=4, rows=64, final="float32"),
     Forward(final="float32", checkpoints="bfloat16", every=64),
+    Forward(norm=True, sigmoid=True, double=True, split=True, final="float32"),
+    Forward(phase="open", norm=True, sigmoid=True, double=True, split=True),
+    Forward(n=2, rows=64, norm=True, sigmoid=True, double=True, split=True, final="float32"),
 )

@@ -6,10 +6,13 @@ H_s and M_s are the state and the map at the end of segment s (`kernels.forward`
 is written in the place of H_s, and the phase close starts from it. A summary wants the last state
 instead and, from the unit matrix, the product of all maps: rows below V.
 
-One CTA of one warpgroup for a sequence, a head and 64 rows, serial over segments: S stays in
-registers, as an operand in two bf16 parts; H and, through TMA, M in two parts come a segment ahead.
-Three of the four products of parts are taken: 2^-17 of S M is lost. At K = 128: 128 KB of shared
-memory.
+One CTA for a sequence, a head and 32 rows, serial over segments. It works on the transpose, whose
+rows wgmma asks 64 of: a warpgroup has 64 columns of S in registers, M is read from shared memory as
+it is stored, and S passes through it in two bf16 parts, once a segment. M comes in two parts, too,
+through TMA up to three segments ahead, H by plain loads one ahead. Three of the four products of
+parts are taken: 2^-17 of S M is lost. At K = 128: 224 KB of shared memory.
+
+Chained to the kernel that opens segments: it is resident before that ends, and waits for it.
 """
 
 from dataclasses import dataclass
@@ -25,12 +28,13 @@ from cutlass.memory import SmemAllocator
 
 from lagraph.engines.frost.kernels.lib import fake, product, ragged, segment
 from lagraph.engines.frost.kernels.shared import loaded
-from lagraph.engines.frost.kernels.tile import SLICE
+from lagraph.engines.frost.kernels.tile import CHAINED
 from lagraph.engines.frost.signature import Signature
 
 __all__ = ["SIGNATURES", "Link"]
 
-STAGES = 2
+ROWS = 32  # of a CTA
+STAGES = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,11 @@ class Link(Signature):
     @property
     def blocks(self) -> int:
         """CTAs of a sequence and head."""
-        return (self.V + (self.K if self.transition else 0)) // SLICE
+        return (self.V + (self.K if self.transition else 0)) // ROWS
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.K
 
     @property
     def from_nothing(self) -> bool:
@@ -97,22 +105,27 @@ class LinkKernel:
             cpasync.CopyBulkTensorTileG2SOp(), maps, cute.select(laid, [0, 1]), (sig.K, sig.K)
         )
         self.kernel(
-            atom, view, steps, HO, cu, initial, index, final, transition, states, span, less, laid
-        ).launch(grid=(N * HO * sig.blocks, 1, 1), block=(128, 1, 1), stream=stream)
+            atom, view, steps, HO, cu, initial, index, final, transition, states, span, less, laid,
+            ragged.swizzled(BFloat16, ROWS, sig.K, 4),
+        ).launch(
+            grid=(N * HO * sig.blocks, 1, 1), block=(sig.threads, 1, 1), use_pdl=CHAINED,
+            stream=stream,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom: cute.CopyAtom, view: cute.Tensor, steps: Int32, HO: Int32, cu: cute.Tensor,
         initial, index, final, transition, states: cute.Tensor, span: Int32, less: Int32,
-        laid: cute.ComposedLayout,
+        laid: cute.ComposedLayout, laid_rows: cute.ComposedLayout,
     ):  # fmt: skip
         sig = self.sig
+        cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         first_warp = cute.arch.make_warp_uniform(tid // 32) == 0
         seq, head = block // (sig.blocks * HO), (block // sig.blocks) % HO
         column = block % sig.blocks  # from V on, rows of the map
-        is_map = column * SLICE >= sig.V
+        is_map = column * ROWS >= sig.V
         begin, end = segment.sequence(cu, seq, steps, sig.n)
         base = begin // span + segment.per_sequence(less) * seq
         last = segment.count_of(begin, end, span, less)
@@ -125,32 +138,36 @@ class LinkKernel:
         smem = SmemAllocator()
         bars = smem.allocate_array(Int64, 2 * STAGES)
         tile = smem.allocate_tensor(BFloat16, laid.outer, 1024, laid.inner)
-        ring = loaded(bars, STAGES, 2 * sig.K * sig.K * 2, 4)
+        rows = smem.allocate_tensor(BFloat16, laid_rows.outer, 1024, laid_rows.inner)
+        ring = loaded(bars, STAGES, 2 * sig.K * sig.K * 2, sig.K // 16)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         to, source = ragged.partition(
             atom, tile, cute.local_tile(view, (sig.K, sig.K), (0, 0, None, head, None))
         )
 
-        by_key = product.of_registers(BFloat16, sig.K, OperandMajorMode.MN)
-        thread = by_key.get_slice(tid)
-        turned = cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0, 2]))
-        M = thread.make_fragment_B(thread.partition_B(turned))
-        S = product.accumulator(thread, SLICE, sig.K)
-        H = product.accumulator(thread, SLICE, sig.K)
+        by_row = product.of_turned(BFloat16, ROWS, sig.K // 64)
+        thread = by_row.get_slice(tid)
+        M = thread.make_fragment_A(thread.partition_A(product.transposed(tile)))
+        operand = thread.make_fragment_B(thread.partition_B(rows))
+        S = product.accumulator(thread, sig.K, ROWS)
+        H = product.accumulator(thread, sig.K, ROWS)
         ahead = cute.make_rmem_tensor(H.shape, Float32)
-        high_in, high = product.as_operand(thread, S, BFloat16, SLICE, sig.K)
-        low_in, low = product.as_operand(thread, S, BFloat16, SLICE, sig.K)
-        at_state = column % (sig.V // SLICE)  # a map's is not used
-        unit = thread.partition_C(cute.make_identity_tensor((SLICE, sig.K)))
+        high = cute.make_rmem_tensor(H.shape, BFloat16)
+        low = cute.make_rmem_tensor(H.shape, BFloat16)
+        store = product.storer(BFloat16, by_row, transpose=True)
+        to_rows = store.get_slice(tid)
+        parts = to_rows.partition_D(product.transposed(rows))
+        at_state = column % (sig.V // ROWS)  # a map's is not used
+        unit = thread.partition_C(cute.make_identity_tensor((sig.K, ROWS)))
         if cutlass.const_expr(final is not None):
-            ours = segment.slice_of(thread, final, seq, head, column)
+            ours = turned(thread, final, seq, head, column)
         if cutlass.const_expr(transition is not None):
-            theirs = segment.slice_of(thread, transition, seq, head, column - sig.V // SLICE)
+            theirs = turned(thread, transition, seq, head, column - sig.V // ROWS)
 
         for i in cutlass.range_constexpr(cute.size(S)):
-            r, k = unit[i]
-            S[i] = Float32(1.0) if r + column * SLICE - sig.V == k else Float32(0.0)
+            k, r = unit[i]
+            S[i] = Float32(1.0) if r + column * ROWS - sig.V == k else Float32(0.0)
         if cutlass.const_expr(initial is not None):
             row = seq
             if cutlass.const_expr(index is not None):
@@ -158,16 +175,17 @@ class LinkKernel:
             if row >= 0 and not is_map:
                 row = cutlass.min(row, Int32(initial.shape[0]) - 1)
                 raw = cute.make_rmem_tensor(S.shape, initial.element_type)
-                cute.autovec_copy(segment.slice_of(thread, initial, row, head, column), raw)
+                cute.autovec_copy(turned(thread, initial, row, head, column), raw)
                 S.store(raw.load().to(Float32))
 
+        cute.arch.griddepcontrol_wait()
         start = Int32(0)
         if cutlass.const_expr(sig.from_nothing):  # noqa: SIM102
             if last > 0:  # from nothing to the end of the first segment: H
                 start = Int32(1)
-                segment.load(segment.place(states, base, head, at_state, tid), H)
+                segment.gather(states, base, head, at_state * ROWS, tid, H)
                 if cutlass.const_expr(sig.carries):
-                    segment.store(S, segment.place(states, base, head, at_state, tid))
+                    segment.scatter(S, states, base, head, at_state * ROWS, tid)
                 S.store(H.load())
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         to_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
@@ -176,23 +194,27 @@ class LinkKernel:
                 fill(atom, ring, to_fill, source, to, base + step * s)
                 to_fill.advance()
         if start < last:
-            segment.load(segment.place(states, base + step * start, head, at_state, tid), ahead)
+            segment.gather(states, base + step * start, head, at_state * ROWS, tid, ahead)
         for s in cutlass.range(start, last, unroll=1):
+            half = 2 * (s % 2)  # products of the step before may still read the other half
+            product.split(S, high, low)
+            cute.copy(store, to_rows.retile(high), parts[None, None, None, half])
+            cute.copy(store, to_rows.retile(low), parts[None, None, None, half + 1])
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
             for i in cutlass.range_constexpr(cute.size(H)):
                 H[i] = Float32(0.0) if is_map else ahead[i]
-            high.store(S.load().to(BFloat16))
-            for i in cutlass.range_constexpr(cute.size(S)):
-                low[i] = (S[i] - high[i].to(Float32)).to(BFloat16)
-            # Far from the loads of this place: they would wait for the store.
-            if cutlass.const_expr(sig.carries):
-                segment.store(S, segment.place(states, base + step * s, head, at_state, tid))
             ring.consumer_wait(at)
             upper, lower = M[None, None, None, 2 * at.index], M[None, None, None, 2 * at.index + 1]
-            product.issue(by_key, H, high_in, upper, True)
-            product.issue(by_key, H, low_in, upper, True)
-            product.issue(by_key, H, high_in, lower, True)
+            first, second = operand[None, None, None, half], operand[None, None, None, half + 1]
+            product.issue(by_row, H, upper, first, True)
+            product.issue(by_row, H, upper, second, True)
+            product.issue(by_row, H, lower, first, True)
             following = base + step * cutlass.min(s + 1, last - 1)
-            segment.load(segment.place(states, following, head, at_state, tid), ahead)
+            segment.gather(states, following, head, at_state * ROWS, tid, ahead)
+            # Far from the loads of this place: they would wait for the store.
+            if cutlass.const_expr(sig.carries):
+                segment.scatter(S, states, base + step * s, head, at_state * ROWS, tid)
             cute.nvgpu.warpgroup.wait_group(0)
             ring.consumer_release(at)
             at.advance()
@@ -202,13 +224,20 @@ class LinkKernel:
                 to_fill.advance()
 
         if cutlass.const_expr(sig.carries):
-            segment.store(S, segment.place(states, base + step * last, head, at_state, tid))
+            segment.scatter(S, states, base + step * last, head, at_state * ROWS, tid)
         if cutlass.const_expr(final is not None):  # noqa: SIM102
             if not is_map:
                 segment.write(S, ours)
         if cutlass.const_expr(transition is not None):  # noqa: SIM102
             if is_map:
                 segment.write(S, theirs)
+
+
+def turned(thread, states, row, head, column):
+    """A thread's part of rows of a state [rows, HO, V, K], in the order of an accumulator [K, rows]."""
+    K = states.shape[3]
+    rows = cute.local_tile(states[row, head, None, None], (ROWS, K), (column, 0))
+    return thread.partition_C(cute.make_tensor(rows.iterator, cute.select(rows.layout, [1, 0])))
 
 
 @cute.jit

@@ -3,15 +3,11 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
+from cutlass import Float32
 
 from lagraph.engines.frost.kernels.lib import inverse, ragged
 from lagraph.engines.frost.kernels.tile import (
-    BLOCK_STAGES,
-    FACTOR_STAGES,
-    K_STAGES,
     PART,
-    Q_STAGES,
-    V_STAGES,
     C,
 )
 
@@ -33,8 +29,8 @@ def keys(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
             to_q, from_q = ragged.partition(
                 atoms[0], tiles.Q, ragged.tiles(views[0], head_q, begin, end, shape)
             )
-    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, Q_STAGES)
-    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, K_STAGES)
+    at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.Q)
+    at_k = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.K)
     for turn in cutlass.range(work.chunks, unroll=1):
         c = sig.chunk(work, turn)
         pipe_k.producer_acquire(at_k)
@@ -65,7 +61,7 @@ def values(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
     to, source = ragged.partition(
         atom, tiles.V, ragged.tiles(views[2], head, begin, end, (sig.value_rows, sig.rows))
     )
-    at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, V_STAGES)
+    at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.V)
     part = work.part % (sig.V // sig.rows)  # a map's is not used
     for turn in cutlass.range(work.chunks, unroll=1):
         c = sig.chunk(work, turn)
@@ -83,8 +79,8 @@ def invert(sig: cutlass.Constexpr, tiles, numbers, rings, work, warp):
     pipe_f, pipe_b = rings.factors, rings.blocks
     lane = cute.arch.lane_idx()
     column = warp * 2 * PART + lane
-    at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, BLOCK_STAGES)
-    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, FACTOR_STAGES)
+    at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, sig.stages.blocks)
+    at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.factors)
     for _ in cutlass.range(work.chunks, unroll=1):
         pipe_b.consumer_wait(at_b)
         chunk = blocks[None, at_b.index]
@@ -93,7 +89,11 @@ def invert(sig: cutlass.Constexpr, tiles, numbers, rings, work, warp):
         pipe_f.producer_acquire(at_f)
         for i in cutlass.range_constexpr(PART):
             row = column // PART * PART + i
-            T[row, column, at_f.index] = (x[i] * strength).to(sig.io)
+            value = x[i] * strength
+            T[row, column, at_f.index] = value.to(sig.io)
+            if cutlass.const_expr(sig.split):
+                lost = value - value.to(sig.io).to(Float32)
+                tiles.T_rest[row, column, at_f.index] = lost.to(sig.io)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:

@@ -19,12 +19,9 @@ from lagraph.engines.frost.kernels.lib import product, segment
 from lagraph.engines.frost.kernels.shared import first_turn, give_turn, places, take_turn
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
-    FACTOR_STAGES,
     PART,
-    Q_STAGES,
     QUERY,
     SLICE,
-    V_STAGES,
     WRITE,
     C,
 )
@@ -51,10 +48,10 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
     thread_q, thread_p = by_query.get_slice(tid), by_part.get_slice(tid)
     thread_k = by_key.get_slice(tid)
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
-    scores = cute.local_tile(tiles.P, (sig.queries, C, FACTOR_STAGES), (0, 0, 0))
+    scores = cute.local_tile(tiles.P, (sig.queries, C, sig.stages.factors), (0, 0, 0))
     bP = thread_s.make_fragment_B(thread_s.partition_B(product.transposed(scores)))
     bT = thread_p.make_fragment_B(thread_p.partition_B(product.transposed(tiles.T)))
-    queries = cute.local_tile(tiles.Q, (sig.queries, sig.K, Q_STAGES), (0, 0, 0))
+    queries = cute.local_tile(tiles.Q, (sig.queries, sig.K, sig.stages.Q), (0, 0, 0))
     bQ = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(queries)))
     bKt = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(tiles.K)))
 
@@ -73,7 +70,8 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
 
     load = product.loader(dtype, by_query)
     from_d = load.get_slice(tid)
-    mine = cute.local_tile(product.transposed(tiles.V), (SLICE, sig.queries, V_STAGES), (wg, 0, 0))
+    shape = (SLICE, sig.queries, sig.stages.V)
+    mine = cute.local_tile(product.transposed(tiles.V), shape, (wg, 0, 0))
     d_source, d_target = from_d.partition_S(mine), from_d.retile(D_low)
     d_bits = cute.recast_tensor(D_low, Int32)
     taken = Int32(0) if work.part * sig.rows >= sig.V else Int32(-1)
@@ -83,7 +81,7 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
     segment.fresh(sig, S, thread_k, column)
     S_low.store(S.load().to(dtype))
 
-    at_k, at_q, at_v, at_f = places()
+    at_k, at_q, at_v, at_f = places(sig)
     first_turn(sig, wg)
     for c in cutlass.range(work.chunks, unroll=1):
         pipe_k.consumer_wait(at_k)

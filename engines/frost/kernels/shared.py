@@ -10,14 +10,8 @@ from cutlass.memory import SmemAllocator
 
 from lagraph.engines.frost.kernels.lib import inverse, ragged
 from lagraph.engines.frost.kernels.tile import (
-    BLOCK_STAGES,
-    FACTOR_STAGES,
     FACTORS,
-    K_STAGES,
-    O_STAGES,
-    Q_STAGES,
     SLICE,
-    V_STAGES,
     C,
 )
 
@@ -49,7 +43,8 @@ class Work(NamedTuple):
 
 class Tiles(NamedTuple):
     """Tiles in the swizzle, [rows, columns, stages]. Q and P: None without queries; O: None where
-    it is not written. V: values, or backwards gradients of O."""
+    it is not written. V: values, or backwards gradients of O. *_rest: what is lost by rounding T
+    and P, None where that is not kept."""
 
     Q: cute.Tensor
     K: cute.Tensor
@@ -57,6 +52,8 @@ class Tiles(NamedTuple):
     O: cute.Tensor
     T: cute.Tensor
     P: cute.Tensor
+    T_rest: cute.Tensor
+    P_rest: cute.Tensor
 
 
 class Numbers(NamedTuple):
@@ -84,54 +81,54 @@ class Rings(NamedTuple):
 def layouts(sig):
     """Of Q, K, V, O, and T or P."""
     return (
-        ragged.swizzled(sig.io, C, sig.K, Q_STAGES),
-        ragged.swizzled(sig.io, C, sig.K, K_STAGES),
-        ragged.swizzled(sig.io, sig.value_rows, sig.rows, V_STAGES),
-        ragged.swizzled(sig.io, sig.queries, SLICE, O_STAGES * sig.slices),
-        ragged.swizzled(sig.io, C, C, FACTOR_STAGES),
+        ragged.swizzled(sig.io, C, sig.K, sig.stages.Q),
+        ragged.swizzled(sig.io, C, sig.K, sig.stages.K),
+        ragged.swizzled(sig.io, sig.value_rows, sig.rows, sig.stages.V),
+        ragged.swizzled(sig.io, sig.queries, SLICE, sig.stages.O * sig.slices),
+        ragged.swizzled(sig.io, C, C, sig.stages.factors),
     )
 
 
 def allocate(sig, laid):
     """Tiles of these layouts, numbers and rings. The barriers need a fence and a meeting yet."""
-    smem = SmemAllocator()
+    smem, kept = SmemAllocator(), sig.stages
     bar_k, bar_q, bar_v, bar_f, bar_b = (
         smem.allocate_array(Int64, 2 * stages)
-        for stages in (K_STAGES, Q_STAGES, V_STAGES, FACTOR_STAGES, BLOCK_STAGES)
+        for stages in (kept.K, kept.Q, kept.V, kept.factors, kept.blocks)
     )
     made = [
         smem.allocate_tensor(sig.io, laid[at].outer, 1024, laid[at].inner) if held else None
         for at, held in ((0, sig.outputs), (1, True), (2, True), (3, sig.emits), (4, True),
-                         (4, sig.outputs))
+                         (4, sig.outputs), (4, sig.split), (4, sig.split and sig.outputs))
     ]  # fmt: skip
     tiles = Tiles(*made)
 
     def numbers(*shape, align=128):
         return smem.allocate_tensor(Float32, cute.make_layout(shape), align)
 
-    kept = Numbers(
-        blocks=numbers(4 * inverse.NUMBERS + C, BLOCK_STAGES),
-        rows=numbers(C, FACTORS, FACTOR_STAGES),
-        last=numbers(FACTOR_STAGES, align=16),
+    filled = Numbers(
+        blocks=numbers(4 * inverse.NUMBERS + C, kept.blocks),
+        rows=numbers(C, FACTORS, kept.factors),
+        last=numbers(kept.factors, align=16),
         sums=numbers(C, 2),
         strengths=numbers(C, 2),
         norms=numbers(C, 2),
     )
     advancing = 4 * sig.slices  # warps
     nbytes = C * sig.io.width // 8
-    K = loaded(bar_k, K_STAGES, nbytes * sig.K, advancing + 4)
-    Q = loaded(bar_q, Q_STAGES, nbytes * sig.K, advancing + 4) if sig.outputs else None
-    V = loaded(bar_v, V_STAGES, nbytes * sig.rows * sig.value_rows // C, advancing)
-    factors = written(bar_f, FACTOR_STAGES, 6, advancing)
-    blocks = written(bar_b, BLOCK_STAGES, 4, 2)
-    return tiles, kept, Rings(Q, K, V, factors, blocks)
+    K = loaded(bar_k, kept.K, nbytes * sig.K, advancing + 4)
+    Q = loaded(bar_q, kept.Q, nbytes * sig.K, advancing + 4) if sig.outputs else None
+    V = loaded(bar_v, kept.V, nbytes * sig.rows * sig.value_rows // C, advancing)
+    factors = written(bar_f, kept.factors, 6, advancing)
+    blocks = written(bar_b, kept.blocks, 4, 2)
+    return tiles, filled, Rings(Q, K, V, factors, blocks)
 
 
-def places():
+def places(sig):
     """Where a warpgroup of the state is in the rings of K, Q, V and factors."""
     return tuple(
         pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
-        for stages in (K_STAGES, Q_STAGES, V_STAGES, FACTOR_STAGES)
+        for stages in (sig.stages.K, sig.stages.Q, sig.stages.V, sig.stages.factors)
     )
 
 

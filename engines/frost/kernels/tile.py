@@ -1,32 +1,56 @@
 """Sizes that the warps of the forward share: chunks, parts, stages of the rings, registers."""
 
+from typing import NamedTuple
+
 __all__ = [
-    "BLOCK_STAGES",
     "C",
+    "CHAINED",
+    "COMPACT",
     "ERASE",
     "FACTORS",
-    "FACTOR_STAGES",
-    "K_STAGES",
-    "O_STAGES",
+    "FULL",
     "PART",
     "QUERY",
-    "Q_STAGES",
-    "REGISTERS",
     "SLICE",
+    "SPLIT",
     "STAGGER",
-    "SUBSTEPS",
-    "V_STAGES",
     "WRITE",
+    "Stages",
+    "registers",
 ]
 
 C = 64  # steps of a chunk
 PART = 16  # rows of a block of T
 SLICE = 64  # rows of V of one warpgroup
-K_STAGES, Q_STAGES, V_STAGES, O_STAGES, FACTOR_STAGES, BLOCK_STAGES = 3, 2, 2, 2, 3, 2
 # Rows of factors that the state's warpgroups read, per token: of S k, of S q, of u in the update.
 ERASE, QUERY, WRITE, FACTORS = 0, 1, 2, 3
+CHAINED = True  # kernels of a cut call start while the one before them ends
 STAGGER = True  # two advancing warpgroups start a chunk in turn
+
+
+class Stages(NamedTuple):
+    """Of the rings."""
+
+    K: int = 3
+    Q: int = 2
+    V: int = 2
+    O: int = 2
+    factors: int = 3
+    blocks: int = 2
+
+
+# Of one CTA an SM, of two, and where T and P are kept in two parts.
+FULL, COMPACT, SPLIT = Stages(), Stages(O=1, factors=2), Stages(factors=2)
+
 # Registers a thread by warpgroup (load, advance, factor), by the number of advancing warpgroups:
-# together at most 65536 a CTA.
+# together at most 65536 an SM.
 REGISTERS = {1: (96, 240, 128), 2: (48, 192, 80)}
 SUBSTEPS = {1: (96, 240, 128), 2: (48, 176, 112)}  # with fewer queries, whose masks are longer
+HALF = (40, 128, 72)  # of two CTAs
+
+
+def registers(slices: int, n: int, per_sm: int) -> tuple[int, int, int]:
+    """Registers a thread of the loading, advancing and factoring warpgroups."""
+    if per_sm == 2:
+        return HALF
+    return (REGISTERS if n == 1 else SUBSTEPS)[slices]

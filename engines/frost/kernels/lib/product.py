@@ -9,12 +9,16 @@ __all__ = [
     "accumulator",
     "as_operand",
     "issue",
+    "issue_block",
+    "issue_part",
     "loader",
     "of_registers",
     "of_shared",
+    "of_turned",
     "pair",
     "scale",
     "scaled",
+    "split",
     "storer",
     "transposed",
 ]
@@ -29,6 +33,15 @@ def of_shared(dtype, columns):
         OperandMajorMode.K, OperandMajorMode.K,
     )  # fmt: skip
     return cute.make_tiled_mma(op)
+
+
+def of_turned(dtype, columns, warpgroups):
+    """a^T [64 warpgroups, k] @ b [columns, k]^T, both in shared memory: a is stored [k, rows]."""
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM,
+        OperandMajorMode.MN, OperandMajorMode.K,
+    )  # fmt: skip
+    return cute.make_tiled_mma(op, (warpgroups, 1, 1))
 
 
 def of_registers(dtype, columns, major=OperandMajorMode.K):
@@ -83,6 +96,15 @@ def issue_block(
     warpgroup.commit_group()
 
 
+@cute.jit
+def issue_part(mma, acc, a, b, k: cutlass.Constexpr):
+    """As `issue`, with block `k` alone, to what is accumulated."""
+    warpgroup.fence()
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
 def transposed(tile):
     """A tile [rows, columns, stages] as [columns, rows, stages]."""
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0, 2]))
@@ -112,17 +134,32 @@ def scale(acc, row: cute.Tensor, lane):
 
 
 @cute.jit
+def split(acc, low, rest, block: cutlass.Constexpr = 0):
+    """An accumulator as block `block` of an operand, and what its rounding loses as one of another,
+    if that is wanted."""
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        at = i + block * cute.size(acc)
+        low[at] = acc[i].to(low.element_type)
+        if cutlass.const_expr(rest is not None):
+            rest[at] = (acc[i] - low[at].to(Float32)).to(low.element_type)
+
+
+@cute.jit
 def scaled(
-    acc, low, row: cute.Tensor, lane, block: cutlass.Constexpr, negative: cutlass.Constexpr = False
-):
+    acc, low, row: cute.Tensor, lane, block: cutlass.Constexpr,
+    negative: cutlass.Constexpr = False, rest=None,
+):  # fmt: skip
     """Columns of an accumulator by their factors, or by what is opposite, as block `block` of an
-    operand."""
+    operand; rest: as of `split`."""
     for group in cutlass.range_constexpr(cute.size(acc) // 4):
         factors = pair(row, lane, group + block * (cute.size(acc) // 4))
         for e in cutlass.range_constexpr(4):
             i = 4 * group + e
             factor = -factors[e % 2] if cutlass.const_expr(negative) else factors[e % 2]
-            low[i + block * cute.size(acc)] = (factor * acc[i]).to(low.element_type)
+            at = i + block * cute.size(acc)
+            low[at] = (factor * acc[i]).to(low.element_type)
+            if cutlass.const_expr(rest is not None):
+                rest[at] = (factor * acc[i] - low[at].to(Float32)).to(low.element_type)
 
 
 @cute.jit
