@@ -114,15 +114,20 @@ class Cache:
         wasteful.
         """
         path = self.path(key)
-        handle = None if path is None or fcntl is None else self._open(path.with_suffix(".lock"))
+        end, handle = time.monotonic() + PATIENCE, None
+        while path is not None and fcntl is not None:
+            file = path.with_suffix(".lock")
+            handle = self._open(file)
+            if handle is None or not _wait(handle, end) or _names(file, handle):
+                break
+            os.close(handle)  # of a file that was removed meanwhile: others lock its successor
         if handle is None:
             yield
             return
         try:
-            _wait(handle)
             yield
         finally:
-            # Removed before it is released: who waits for it finds the object made.
+            # Removed before it is released, so that no file is left behind.
             with suppress(OSError):
                 path.with_suffix(".lock").unlink()  # type: ignore[union-attr]
             os.close(handle)
@@ -177,18 +182,26 @@ def _make(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def _wait(handle: int) -> None:
-    """Take the lock of an open file."""
-    end = time.monotonic() + PATIENCE
+def _names(path: Path, handle: int) -> bool:
+    """Whether a path is that of an open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except OSError:
+        return False
+
+
+def _wait(handle: int, end: float) -> bool:
+    """Take the lock of an open file; False where it was not to be had in time, or there is none."""
     while time.monotonic() < end:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(0.02)
         except OSError:  # a file system without locks
-            return
+            return False
         else:
-            return
+            return True
+    return False
 
 
 CACHE = Cache(_folder())

@@ -104,8 +104,10 @@ def signature_of(problem: Problem, knobs: Mapping[str, int | str]) -> Signature:
 
 
 def pieces(problem: Problem, knobs: Mapping[str, int | str]) -> dict[str, Signature]:
-    """Signatures of all that a plan may call: "whole" sequences, "paired" where an SM has two small
-    ones, "narrow" where a CTA has half of the rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
+    """Signatures of all that a plan may call.
+
+    "whole" sequences, "paired" where an SM has two small ones, "narrow" where a CTA has half of the
+    rows, and "open", "link" and "close" of those that are cut; of a summary "open" and "link".
     """
     first, known = signature_of(problem, knobs), facts(problem)
     if problem.direction != "forward":

@@ -185,11 +185,11 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             for n in cutlass.range_constexpr(p + 1, C // PART):
                 product.issue_block(by_part, W[n], U_in[None, None, p], stage, n, p, 1, True)
                 if cutlass.const_expr(sig.split):
-                    rest = U_rest_in[None, None, p]
+                    known, rest = U_in[None, None, p], U_rest_in[None, None, p]
                     product.issue_block(by_part, W[n], rest, stage, n, p, 1, True)
-                    product.issue_block(by_part, W[n], U_in[None, None, p], stage_rest, n, p, 1, True)
+                    product.issue_block(by_part, W[n], known, stage_rest, n, p, 1, True)
             product.scaled(U, W_low, rows[None, WRITE, at_f.index], lane, p, rest=W_rest)
-            if cutlass.const_expr(sig.sparing):
+            if cutlass.const_expr(sig.sparing):  # no registers are left for all of it at once
                 columns = bKt[None, None, None, at_k.index]
                 product.issue_part(by_key, S, W_in, columns, p)
                 if cutlass.const_expr(sig.split):
@@ -260,7 +260,7 @@ def emit(sig: cutlass.Constexpr, O, result, store, source, target, slot, padding
         cute.arch.barrier(barrier_id=wg + 1, number_of_threads=128)
     cute.copy(store, source, target[None, None, None, slot])
     cute.arch.fence_view_async_shared()
-    if cutlass.const_expr(sig.stages.O > 1):  # it has read its tile, which the next one writes
+    if cutlass.const_expr(sig.stages.O > 1):  # noqa: SIM102 - it has read what the next one writes
         if first_warp:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.barrier(barrier_id=wg + 1, number_of_threads=128)

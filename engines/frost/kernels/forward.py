@@ -69,8 +69,9 @@ class Forward(Signature):
     phase: "whole" sequences, or of segments "open" (what each does to a state) and "close"
     (outputs from the state that enters); "retreat" is "open" for the gradient of the state, with
     the gradient of O for v. n: steps of a token. rows: rows of V of one CTA. split: T, G, P and U
-    in two parts, for strengths near 2. paired: two CTAs an SM (K and rows of 64). a_log, bias, initial, index, final, checkpoints: a tensor's
-    dtype, "" where it is absent. every: steps between checkpoints.
+    in two parts, for strengths near 2. paired: two CTAs an SM, for K and rows of 64. a_log, bias,
+    initial, index, final, checkpoints: a tensor's dtype, "" where it is absent. every: steps
+    between checkpoints.
     """
 
     phase: str = "whole"

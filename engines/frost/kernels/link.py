@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
@@ -204,17 +204,18 @@ class LinkKernel:
             cute.arch.sync_threads()
             for i in cutlass.range_constexpr(cute.size(H)):
                 H[i] = Float32(0.0) if is_map else ahead[i]
+            # Before the products, since these are not issued until most of them are done; the loads
+            # far from the stores of their place, which they would wait for.
+            following = base + step * cutlass.min(s + 1, last - 1)
+            segment.gather(states, following, head, at_state * ROWS, tid, ahead)
+            if cutlass.const_expr(sig.carries):
+                segment.scatter(S, states, base + step * s, head, at_state * ROWS, tid)
             ring.consumer_wait(at)
             upper, lower = M[None, None, None, 2 * at.index], M[None, None, None, 2 * at.index + 1]
             first, second = operand[None, None, None, half], operand[None, None, None, half + 1]
             product.issue(by_row, H, upper, first, True)
             product.issue(by_row, H, upper, second, True)
             product.issue(by_row, H, lower, first, True)
-            following = base + step * cutlass.min(s + 1, last - 1)
-            segment.gather(states, following, head, at_state * ROWS, tid, ahead)
-            # Far from the loads of this place: they would wait for the store.
-            if cutlass.const_expr(sig.carries):
-                segment.scatter(S, states, base + step * s, head, at_state * ROWS, tid)
             cute.nvgpu.warpgroup.wait_group(0)
             ring.consumer_release(at)
             at.advance()
@@ -234,7 +235,7 @@ class LinkKernel:
 
 
 def turned(thread, states, row, head, column):
-    """A thread's part of rows of a state [rows, HO, V, K], in the order of an accumulator [K, rows]."""
+    """A thread's part of rows of a state [rows, HO, V, K], as an accumulator [K, rows] has it."""
     K = states.shape[3]
     rows = cute.local_tile(states[row, head, None, None], (ROWS, K), (column, 0))
     return thread.partition_C(cute.make_tensor(rows.iterator, cute.select(rows.layout, [1, 0])))
