@@ -296,7 +296,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="families or words of a sample, with commas")
     parser.add_argument("--quick", action="store_true", help="one sample a family")
     parser.add_argument("--sass", action="store_true", help="count instructions and barriers")
-    parser.add_argument("--spills", type=int, help="spilled bytes let pass: 512; frost: as kernels say")
+    parser.add_argument(
+        "--spills", type=int, help="spilled bytes let pass: 512, or what a kernel says"
+    )
     parser.add_argument("--knobs", default="", help="Triton: knob=value with commas")
     parser.add_argument("--signatures", default="", help="frost: another module[:tuple] of them")
     args = parser.parse_args(argv)

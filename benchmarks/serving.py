@@ -65,16 +65,25 @@ SPILLS = 8
 class Warm:
     """Which launches a process only compiles: every `of`-th from `part` on; all are timed at 0."""
 
-    part, of, seen = 0, 0, 0
+    part, of, seen, inside = 0, 0, 0, False
 
     @classmethod
     def skips(cls, call: Callable[[], object]) -> bool:
-        """Whether nothing is timed; the call is made if it is this process's."""
+        """Whether nothing is timed; the call is made if it is this process's. One that a call
+        makes itself is the same process's, so that all count alike."""
         if not cls.of:
             return False
-        if cls.seen % cls.of == cls.part:
+        if cls.inside:
             call()
+            return True
+        mine = cls.seen % cls.of == cls.part
         cls.seen += 1
+        if mine:
+            cls.inside = True
+            try:
+                call()
+            finally:
+                cls.inside = False
         return True
 
 
@@ -163,9 +172,11 @@ class Table:
     ) -> None:  # fmt: skip
         """A row of another library, or why there is none. run: its time, and an output to compare
         with ours."""
-        if Warm.of or not self.peers:
+        if not self.peers:
             return
         try:
+            if Warm.skips(run):
+                return
             time, out = run()
         except Exception as error:  # whatever it raises: the table goes on
             text = " ".join(str(error).split())[:90]
@@ -250,7 +261,8 @@ def rotation(B: int, pool_dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.
     pool = torch.zeros(slots + 1, H, V, K, dtype=pool_dtype, device=DEVICE)
     order = 1 + torch.randperm(slots, device=DEVICE, dtype=torch.int32)
     calls = max(min(slots // B, 64), 2)
-    return pool, [order[i * B : (i + 1) * B].contiguous() for i in range(calls)]
+    # Cloned: a library may want its tensors aligned.
+    return pool, [order[i * B : (i + 1) * B].clone() for i in range(calls)]
 
 
 def several_gate(table: Table, family: str, dtype: torch.dtype) -> bool:

@@ -133,7 +133,8 @@ class DeltaRuleAttention(nn.Module):
         )  # fmt: skip
         o = mask_inactive_tokens(o, active)
         o = self.norm(o) * self.z(hidden).unflatten(-1, heads).sigmoid()
-        return AttentionOutput(self.out(o.flatten(2)), state, conv_state)
+        output = mask_inactive_token_gradients(self.out(o.flatten(2)), active)
+        return AttentionOutput(output, state, conv_state)
 
 
 class Model(nn.Module):

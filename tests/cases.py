@@ -127,6 +127,12 @@ class Engine:
         kind = "_summary" if direction.startswith("summary") else ""
         return f"{family}{kind}_{self.name}"
 
+    def split_plan(self, family: str) -> str:
+        """The same with products in two parts, for strengths up to 2 that are passed as they are."""
+        split = {"triton": f"{family}_triton[split=2]"}
+        split["frost"] = f"{family}_frost[split=1],{split['triton']}"
+        return split.get(self.name, self.plan(family))
+
     def fit(self, case: Case) -> Case | None:
         """The case as this engine serves it; None where its dtype has no counterpart."""
         if self.sizes is None:

@@ -4,7 +4,8 @@
 {check: [one message per rank, "" where it held]}. Checks compare with one rank, which every
 process computes for itself from the same draw. Settings: gloo on CPUs; NCCL on one GPU a rank, with
 the reference in fp64 (so that only the exchange is in question), and with the kernels in bf16, a
-family each, against the reference in fp64; and the kernels under Triton's interpreter, in fp32.
+family each, against the reference in fp64; the same kernels in processes that share one GPU, whose
+exchange goes over gloo; and the kernels under Triton's interpreter, in fp32.
 
     python tests/parallel.py gloo 2 3          settings and worlds by hand
 """
@@ -47,7 +48,8 @@ class Setting:
     """Where and how the checks run.
 
     fused: the kernels instead of the reference in fp64. low: the dtype of checks that compare
-    roundings. dims: K and V. output, gradient: errors that are always allowed.
+    roundings. dims: K and V. output, gradient: errors that are always allowed. shared: all ranks
+    have one GPU.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Setting:
     dims: tuple[int, int] = (8, 6)
     output: float = 0.0
     gradient: float = 0.0
+    shared: bool = False
 
     @property
     def device(self):
@@ -83,6 +86,8 @@ SETTINGS = {
         Setting("nccl", "nccl", "cuda", ("kda", "mamba2")),
         *(Setting(f"nccl-{family}", "nccl", "cuda", (family,), True, torch.bfloat16,
                   torch.bfloat16, (64, 64), 5e-3, 2e-2) for family in FAMILIES),
+        *(Setting(f"gloo-gpu-{family}", "gloo", "cuda", (family,), True, torch.bfloat16,
+                  torch.bfloat16, (64, 64), 5e-3, 2e-2, True) for family in FAMILIES),
         Setting("interpreted", families=("gdn", "mamba2"), dtype=torch.float32, dims=(16, 16),
                 output=3e-5, gradient=3e-5),
     )
@@ -108,6 +113,57 @@ def enter(setting):
             return tuple(made.get(name, x["g"].new_empty(0)) for name in node.output_names)
 
         staged.Local.call = call
+    if setting.shared:
+        through_the_host()
+
+
+# Gloo with tensors of a GPU -------------------------------------------------------------------
+
+
+class Copied:
+    """A transfer on the host under way, and what its results are copied back to."""
+
+    def __init__(self, work, back=()):
+        self.work, self.back = work, back
+
+    def wait(self, *timeout):
+        self.work.wait(*timeout)
+        for target, host in self.back:
+            target.copy_(host)
+
+
+def through_the_host():
+    """Let this process's collectives take a GPU's tensors: gloo has few of them, and no messages.
+
+    A rank copies what it sends when it begins, and what it gets when it waits, as NCCL would let
+    it see either. Only what the checks and the library call is here.
+    """
+    from lagraph.ops import exchange
+
+    gather, reduce, batch = exchange._all_gather, dist.all_reduce, dist.batch_isend_irecv
+
+    def all_gather(out, rows, group=None, async_op=False):
+        host = torch.empty(out.shape, dtype=out.dtype)
+        work = Copied(gather(host, rows.cpu(), group=group, async_op=True), [(out, host)])
+        return work if async_op else work.wait()
+
+    def all_reduce(x, op=dist.ReduceOp.SUM, group=None):
+        host = x.cpu()
+        reduce(host, op, group=group)
+        x.copy_(host)
+
+    def batch_isend_irecv(messages):
+        under_way = []
+        for m in messages:
+            receives = m.op is dist.irecv
+            host = torch.empty_like(m.tensor, device="cpu") if receives else m.tensor.cpu()
+            copy = dist.P2POp(m.op, host, group=m.group, tag=m.tag, group_peer=m.group_peer)
+            back = [(m.tensor, host)] if receives else []
+            under_way += [Copied(work, back) for work in batch([copy])]
+        return under_way
+
+    exchange._all_gather, dist.all_reduce = all_gather, all_reduce
+    dist.batch_isend_irecv = batch_isend_irecv
 
 
 # Draws and references -------------------------------------------------------------------------
@@ -987,7 +1043,8 @@ ONLY = {
     "check_what_is_received": (3, 4),
 }
 FOUR = "check_activation_checkpointing_and_fsdp"
-# Checks that belong to captures and kernels, and what a family's kernels have to show.
+# Checks that belong to captures and kernels, which want a GPU a rank (gloo waits on the host); and
+# what a family's kernels have to show.
 INTERPRETED = ("check_pieces_of_kernels",)
 KERNELS = ("check_no_wait_for_the_device", "check_a_captured_call_replays_other_layouts")
 FUSED = (
@@ -1001,8 +1058,10 @@ CHECKS = {name: check for name, check in globals().items() if name.startswith("c
 def checks(setting, world):
     """The names of a world's checks."""
     setting = SETTINGS[setting]
-    if setting.fused or setting.name == "interpreted":
-        return list(FUSED if setting.fused else INTERPRETED)
+    if setting.fused:
+        return [name for name in FUSED if not (setting.shared and name in KERNELS)]
+    if setting.name == "interpreted":
+        return list(INTERPRETED)
     return [
         name for name in CHECKS
         if name not in (*KERNELS, *INTERPRETED) and (name != FOUR or world == 4)
@@ -1019,11 +1078,12 @@ def _rank(rank, setting, world, port, folder):
     warnings.simplefilter("ignore")  # of torch.distributed; the checks themselves raise
     bound = {}
     if setting.kind == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if setting.shared else rank)
+    if setting.backend == "nccl":
         bound["device_id"] = torch.device("cuda", rank)
     enter(setting)
-    # Kernels are compiled in between.
-    patience = timedelta(seconds=120 if setting.fused else 60)
+    # Kernels are compiled in between; by ranks that share a GPU at about the same time.
+    patience = timedelta(seconds=120 if setting.fused and not setting.shared else 60)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=patience)
     dist.init_process_group(setting.backend, store=store, rank=rank, world_size=world,
                             timeout=patience, **bound)  # fmt: skip
@@ -1036,8 +1096,9 @@ def _rank(rank, setting, world, port, folder):
         except Exception:
             messages[name] = traceback.format_exc()
         torch.save(messages, Path(folder) / f"{rank}.pt")
-        if os.environ.get("PARALLEL_TIMES") and rank == 0:
-            print(f"{setting.name} {name} {time.perf_counter() - begin:.1f} s", flush=True)
+        if os.environ.get("PARALLEL_TIMES") and (rank == 0 or messages[name]):
+            took = f"{setting.name} {name} {time.perf_counter() - begin:.1f} s"
+            print(took, *(f"rank {rank}: {messages[name]}" for _ in messages[name][:1]), flush=True)
         # Where one has failed, others may wait for it in vain: then nothing after means anything.
         store.set(f"{name} {rank}", "done")
         try:

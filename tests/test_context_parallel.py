@@ -54,14 +54,23 @@ def spawned():
 GPUS = torch.cuda.device_count()
 WORLDS = {name: (max(GPUS, 2),) for name in parallel.SETTINGS}
 WORLDS |= {"gloo": (2, 3, 4), "interpreted": (2,)}
-gpus = (pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs"))
+WORLDS |= {name: (2,) for name, setting in parallel.SETTINGS.items() if setting.shared}
+
+
+def gpus(setting):
+    """Marks of a setting's tests: how many GPUs they need."""
+    setting = parallel.SETTINGS[setting]
+    if setting.kind == "cpu":
+        return ()
+    needed = pytest.mark.skipif(GPUS < 2 and not setting.shared, reason="needs two GPUs")
+    return pytest.mark.gpu, needed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "world", "check"),
     [
-        pytest.param(setting, world, name, marks=gpus if setting.startswith("nccl") else (),
+        pytest.param(setting, world, name, marks=gpus(setting),
                      id=f"{setting}-{world}-{name.removeprefix('check_')}")
         for setting, worlds in WORLDS.items()
         for world in worlds

@@ -581,6 +581,22 @@ def test_b59_padded_rows_are_zero(device, rows):
 
 
 @gpu
+def test_b61_an_index_past_the_pool_is_padding():
+    """Where nobody waits to look at the values: no slot is read or written."""
+    slots = CU([5, 6, 6947, 2**31 - 1, -(2**31)]).cuda()
+    weight, start = torch.randn(16, 4, device="cuda"), torch.randn(6, 3, 16, device="cuda")
+    for call, x in (
+        (causal_conv1d_decode, torch.randn(5, 16, device="cuda")),
+        (paged_causal_conv1d, torch.randn(5, 7, 16, device="cuda")),
+    ):
+        pool = start.clone()
+        y = call(x, weight, pool, state_indices=slots)
+        assert not y[1:].any()
+        assert torch.equal(pool[:5], start[:5])
+        assert not torch.equal(pool[5], start[5])
+
+
+@gpu
 @pytest.mark.parametrize("rows", [65536, 65537, 262141])
 def test_b69_many_rows(rows):
     """Nothing is lost beyond a grid's limits: the last row equals the first, dense and packed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -189,6 +190,27 @@ def test_benchmark_dry_run(tmp_path):
         assert row in table
 
 
+def test_the_guide_has_the_measured_tables():
+    """The serving guide includes what its script makes of the rows; who did not run is told."""
+    spec = importlib.util.spec_from_file_location(
+        "serving_tables", HERE.parent / "benchmarks" / "serving_tables.py"
+    )
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    rows, page = (HERE.parent / "benchmarks" / "results" / f"h200_serving.{kind}"
+                  for kind in ("txt", "md"))  # fmt: skip
+    assert page.read_text("utf-8") == tables.page(rows.read_text("utf-8"))
+    made = tables.page(
+        "one GPU\n"
+        f"{'decode gdn float32 batch 128':38s} {'lagraph':16s} {141.78:9.2f} us {3787:8.0f} GB/s "
+        f"{89.2:6.1f} %  aim 70 %\n"
+        f"{'decode gdn float32 batch 128':38s} {'fla':16s} {1.5:9.2f} us {3787:8.0f} GB/s "
+        f"{68.2:6.1f} %  differs by 2e-05\n"
+        f"{'decode gdn float32 batch 128':38s} {'flashinfer':16s} not run: ValueError: why\n"
+    )
+    assert "| GDN, fp32 pool |  |  |  | 142 us | 89 % | FLA 1.5 us, FlashInfer not run |" in made
+
+
 # Options and errors -----------------------------------------------------------------------------
 
 
@@ -305,6 +327,35 @@ def one_hot(device, K=128, V=128, B=1, dtype=BF16):
     gate = torch.full((1, B, 1), -1000.0, dtype=dtype, device=device)
     zero = torch.zeros(1, device=device)
     return packed, gate, zero, zero.clone()
+
+
+@families
+@devices
+def test_b11_parameters_in_16_bits(device, family):
+    """Widened before anything is computed: the bits of the same numbers in fp32."""
+    _, args, extra = decode_inputs(family, device, BF16)
+    *rows, a, bias = args
+    small, wide = (
+        [*rows, *(x.to(BF16).to(dtype) for x in (a, bias))] for dtype in (BF16, F32)
+    )  # fmt: skip
+    pool = torch.randn(6, 4, 16, 16, device=device)
+    other, slots = pool.clone(), I32([1, 5, -1, 2, 4]).to(device)
+    o = DECODE[family](*small, pool, slots, **extra)
+    assert torch.equal(o, DECODE[family](*wide, other, slots, **extra))
+    assert torch.equal(pool, other)
+
+
+@gpu
+@families
+def test_b61_an_index_past_the_pool_is_padding(family):
+    """Where nobody waits to look at the values: no slot is read or written."""
+    _, args, extra = decode_inputs(family, "cuda", BF16)
+    pool = torch.randn(6, 4, 16, 16, device="cuda")
+    before, slots = pool.clone(), I32([5, 6, 6947, 2**31 - 1, -(2**31)]).cuda()
+    o = DECODE[family](*args, pool, slots, **extra)
+    assert not o[0, 1:].any()
+    assert torch.equal(pool[:5], before[:5])
+    assert not torch.equal(pool[5], before[5])
 
 
 @devices

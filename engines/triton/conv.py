@@ -67,10 +67,13 @@ def schedule(
     if kind == "backward":
         # Instructions bound it: what counts is how many warps there are to issue them. Without
         # a limit the compiler takes a third more registers, to no end; before SM90 it needs them.
-        limit = 0
-        if dtype.itemsize == 2 and W <= 4:
-            limit = 128 if _arch() >= 90 else 168
-        plan = Schedule(64, 4 if W <= 4 else 2, 0, 4, limit, True)
+        threads, limit, group = 64, 0, 4
+        if dtype.itemsize == 2 and W > 4:
+            group = 2  # four spill
+        elif dtype.itemsize == 2:
+            arch = _arch()
+            threads, limit = (64, 168) if arch < 90 else (256, 112 if arch < 100 else 128)
+        plan = Schedule(threads, 4 if W <= 4 else 2, 0, group, limit, True)
     else:
         # 16 bytes a load, but where the window would take too many registers. One row has to load
         # the weight for itself, whose taps lie the closer together the fewer channels there are.
