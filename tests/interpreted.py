@@ -15,7 +15,7 @@ import torch
 from cases import BF16, CASES, F16, F32, Case, written
 from draw import HOSTILE, hostile
 from oracle import FAMILIES
-from tolerance import check, check_hostile
+from tolerance import check, check_bitwise, check_hostile
 
 from lagraph import infer, registry
 from lagraph.plan import problem_of
@@ -144,6 +144,56 @@ def test_hostile_gradients(family, split, repeated, gate):
     want = oracle.backward(family, x, **options)
     low = oracle.backward(family, x, round_state_to=F16, **options)
     check_hostile(got, want, low, F16)
+
+
+# Of a chunk of 32 steps: its middle serves all, only those of its blocks do, none does.
+STEPS = {"near": -1.7, "near blocks": -5.0, "far": -20.0}
+
+
+def stepped(family, dtype, step, tokens):
+    """A draw whose gates are about that strong."""
+    x = Case(family, "", lengths=(tokens,), H=1, K=32, V=16, dtype=dtype).draw()
+    spread = torch.rand(x["g"].shape, generator=torch.Generator().manual_seed(5))
+    return {**x, "g": STEPS[step] * (0.5 + spread)}
+
+
+@pytest.mark.parametrize("at", [5, 21, 40])
+@pytest.mark.parametrize("to", [0.0, -60.0])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [F16, F32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("family", ["kda", "gdn2"])
+def test_the_future_changes_nothing(family, dtype, step, to, at):
+    """B05: gates from a token on leave what comes before alone, to the bit, and its gradients."""
+    x = stepped(family, dtype, step, 45)
+    x["dO"][at:] = 0.0
+    x.pop("d_final_state", None)
+    later = {**x, "g": x["g"].clone()}
+    later["g"][at] = to
+    later["g"][at + 2 :] *= 0.5
+    a, b = (run(family, "forward", y)["O"] for y in (x, later))
+    check_bitwise({"O": a[:at]}, {"O": b[:at]})
+    if to == -60.0 and step != "far":
+        return  # a block's middle no longer serves it: gradients of the block are made otherwise
+    a, b = (run(family, "backward", y) for y in (x, later))
+    for name in ("dQ", "dK", "dV", "dG", "dBeta", "dW"):
+        if name in a:
+            check_bitwise({name: a[name][:at]}, {name: b[name][:at]})
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [F16, F32], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("family", ["kda", "gdn2"])
+def test_a_replayed_chunk(family, dtype, step):
+    """Zero drift: the outputs of a chunk of which only the first rows are filled yet."""
+    x = stepped(family, dtype, step, 64)
+    whole = run(family, "forward", x)["O"]
+    for count in (1, 6, 13, 30, 41):
+        y = dict(x)
+        for name in ("q", "k", "v", "g", "beta", "w"):
+            if name in x:
+                y[name] = torch.cat((x[name][:count], torch.zeros_like(x[name][count:])))
+        got = run(family, "forward", y)["O"]
+        check_bitwise({"O": got[:count]}, {"O": whole[:count]})
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

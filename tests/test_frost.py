@@ -796,8 +796,10 @@ def test_a_long_sequence_is_opened_linked_and_closed(phases):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("N", "options", "paired"),
-                         [(70, {}, True), (2, {}, False), (70, {"batch_invariant": True}, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("N", "options", "paired"),
+    [(70, {}, True), (2, {}, False), (70, {"batch_invariant": True}, False)],
+)
 def test_an_sm_has_two_small_states_where_there_are_many(phases, N, options, paired):
     """132 SMs and two heads: 66 sequences fill them."""
     _, _, ((kernel, _),) = planned(given(T=140, N=N, H=2), phases, **options)

@@ -57,6 +57,20 @@ CASES = {
                                 "params": ("d", "z", "dt_bias")}, {}),
     "mamba2 channels": ("mamba2", {"lengths": (20,), "params": ("d channels",)},
                         {"dt_min": 0.1, "dt_max": 0.5, "dt_softplus": False}),
+    "kda mixed channels": ("kda", {"lengths": (40, 17), "gate": "mixed", "K": 64}, {}),
+    "mamba2 group": ("mamba2", {"lengths": (70, 0, 33), "H": 1, "HV": 4, "dtype": F16, "tail": 2,
+                                "params": ("d", "z", "dt_bias"), "state": F32}, {}),
+    "mamba2 groups": ("mamba2", {"lengths": (70, 5), "H": 2, "HV": 6, "dtype": F16, "state": F32,
+                                 "params": ("d channels", "z")},
+                      {"checkpoint_every_n_tokens": 64}),
+    "mamba2 parts": ("mamba2", {"lengths": (37,), "H": 1, "HV": 42, "params": ("d",)},
+                     {"dt_min": 0.1, "dt_max": 0.5, "dt_softplus": False}),
+    "mamba2 chunks": ("mamba2", {"lengths": (150, 0, 70), "state": F32, "dtype": F16}, {}),
+    "mamba2 rows": ("mamba2", {"lengths": (150, 66), "state": F32, "dtype": F16},
+                    {"checkpoint_every_n_tokens": 64}),
+    "gdn wide": ("gdn", {"lengths": (70, 33), "K": 128, "V": 128, "H": 1, "HV": 2, "dtype": F16},
+                 {}),
+    "gdn slices": ("gdn", {"lengths": (40,), "K": 64, "V": 256, "dtype": F16}, {}),
 }  # fmt: skip
 DIRECTIONS = ("backward", "summary_backward")
 LIMIT = {F32: 1e-4, F16: 5e-3}

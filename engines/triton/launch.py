@@ -19,7 +19,11 @@ import torch
 
 from lagraph.engines.triton.bound import LIMIT, Kernel, direct, loose, stream_of
 from lagraph.engines.triton.config import choose, schedule, work_of
-from lagraph.engines.triton.kernels.factor import factor_head_kernel, factor_key_kernel
+from lagraph.engines.triton.kernels.factor import (
+    factor_head_kernel,
+    factor_key_kernel,
+    factor_near_kernel,
+)
 from lagraph.engines.triton.kernels.index import ROWS as _ROWS
 from lagraph.engines.triton.kernels.scan import scan_kernel, span_decay_kernel
 from lagraph.engines.triton.kernels.segment import link_kernel
@@ -377,6 +381,7 @@ class _Plan:
         if self.key_gate:
             constants["ERASE_KEY"] = self.problem.traits.erase == "key"
             constants["GUARD"] = bool(getattr(options, "beta_guard", False))
+            constants["REST"] = self.near
         else:
             constants |= {"HP": config.share, "NS": self.substeps, "CQ": config.queries}
             constants |= {
@@ -385,8 +390,30 @@ class _Plan:
             }
         return constants
 
+    @property
+    def near(self) -> bool:
+        """Whether ordinary gates a key channel have a kernel of their own; the guard has none."""
+        guard = getattr(self.problem.options, "beta_guard", False)
+        return self.key_gate and not guard and self.config.near_warps > 0
+
     def factor(self, call: Call) -> None:
-        self.launch(call, call.env["slots"] * (self.HO // self.config.share), "factor")
+        programs = call.env["slots"] * (self.HO // self.config.share)
+        if self.near:
+            self.launch(call, programs, "near")
+        self.launch(call, programs, "factor")
+
+    def _near_launch(self, at: Layout) -> Launch:
+        config, constants = self.config, self.factor_constants.copy()
+        del constants["GUARD"], constants["REST"]
+        constants |= {
+            "BK": min(config.near_k, self.K),
+            "KEEP": not self.fold,  # the backward reads the gates
+            "num_warps": config.near_warps,
+            "num_stages": 1,
+            "maxnreg": config.near_registers,
+        }
+        _, names, statics, _ = self._factor_launch(at)
+        return factor_near_kernel, names, statics, constants
 
     def _factor_launch(self, at: Layout) -> Launch:
         k, s_cu = self.key, at.lead(1, "cu_seqlens")

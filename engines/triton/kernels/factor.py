@@ -24,10 +24,17 @@ that turn raw rows into E, Q and Kc:  rows[slot, head] = (erase, query, key, G, 
 2^(G_C) [K] in fp32, T and P. G differs by channel, so A and P are sums of K-blocks, and no single
 anchor is safe. The strictly lower triangle is tiled by pairs of neighbouring blocks of b = C/2,
 ..., 16 steps: rows of the later block and columns of the earlier one meet at the first row of the
-later block, and both exponents are <= 0. Diagonal blocks of 16 use their own first row as anchor
-while every exponent up to that row's end stays below 2^100 (columns then hold up to 2^100, rows
-down to 2^-100, products are right); rows past that point, gates beyond -4.3 a step, continue the
-pairing down to b = 1. Which of the two a row takes depends on rows up to it only.
+later block, and both exponents are <= 0. Diagonal blocks of 16 use their own middle row, rounded to
+a power of two, as anchor while no exponent from the first row to it, or from it on, reaches 2^100
+(products of rows and columns are right); rows past that point, gates beyond -12.5 a step, continue
+the pairing down to b = 1. Which of the two a row takes depends on rows up to it only.
+
+`factor_near_kernel` does the same, with one anchor, the chunk's middle, where every exponent from
+there stays below 2^100 and no gate grows by more than a quarter: gates to -4.3 a step. One lane a
+channel: rows come from memory and go there as they lie, sums of gates stay in registers, and tiles
+for products are put together without a move. Of other chunks, marked FAR, it makes the rows before
+the first that is out of reach, and leaves the rest to `factor_key_kernel`, which reads gates and
+factors of blocks back from memory: a chunk's later gates change no bit of its earlier rows.
 
 Tiles: [C, BK] operands, two [C, C] fp32 accumulators; C = 64, 4 warps, about 64 accumulator
 registers a thread, one or two stages of 2 C BK io elements in shared memory.
@@ -48,12 +55,18 @@ from lagraph.engines.triton.kernels.gate import (
 from lagraph.engines.triton.kernels.index import ROWS, locate, query_rows
 from lagraph.engines.triton.kernels.inverse import invert_in_memory
 
-__all__ = ["factor_head_kernel", "factor_key_kernel"]
+__all__ = ["factor_head_kernel", "factor_key_kernel", "factor_near_kernel"]
 
 NORM_EPS = tl.constexpr(1e-6)
 # Largest exponent that the anchor of a diagonal block may leave to a column.
 REACH = tl.constexpr(100.0)
+# Sums of gates from -248 on to which this is added become multiples of 2^-15, and their distance to
+# an integer is exact.
+GRID = tl.constexpr(504.0)
 MIDDLE = tl.constexpr(7)
+# Stands for how much a chunk grows where `factor_near_kernel` leaves rows to `factor_key_kernel`:
+# times one more than the rows that it has made.
+FAR = tl.constexpr(1e30)
 # Squared row norm of an inverse beyond which products with it are in two parts. It is hardly more
 # than 2 for ordinary keys, and up to 1 + beta / (2 - beta) for repeated ones.
 GROWTH = tl.constexpr(4.0)
@@ -407,6 +420,21 @@ def guard_rows(
 
 
 @triton.jit
+def anchored(b_l, b_b):
+    """2^(l - b) and 2^(b - l) of sums of gates l and an anchor b, an integer, at most REACH away.
+
+    What b adds is an exponent: it changes no rounding of what is multiplied by them."""
+    b_n = tl.floor(b_l)
+    b_f = b_l - b_n
+    b_x = tl.minimum(tl.maximum(b_n - b_b, -REACH), REACH)
+    # Where 1.5 2^23 has been added, the last bits of a number are those of an integer.
+    b_x = (b_x + 12582912.0).to(tl.int32, bitcast=True) << 23
+    b_y = tl.exp2(-b_f) * (1065353216 - b_x).to(tl.float32, bitcast=True)
+    b_x = tl.exp2(b_f) * (1065353216 + b_x).to(tl.float32, bitcast=True)
+    return b_x, b_y
+
+
+@triton.jit
 def _scores(
     b_a, b_p, b_e, b_q, b_k, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr
 ):
@@ -417,6 +445,106 @@ def _scores(
     if QUERY:
         b_s = tl.dot(b_q.to(IO), b_col, input_precision=PREC)
         b_p += tl.where(m_pair, b_s, 0.0)
+    return b_a, b_p
+
+
+@triton.jit
+def _load_rows(p_row, s_t, left, m_k):
+    """Row i of every block of 16 steps, for all i: 16 tensors [NB, BK], one lane a channel."""
+    rows = ()
+    for i in tl.static_range(16):
+        b_x = tl.load(p_row + i * s_t, mask=(i < left) & m_k, other=0.0)
+        rows = rows + (b_x,)  # noqa: RUF005 (kernels cannot unpack)
+    return rows
+
+
+@triton.jit
+def _tile(rows):
+    """The tile [16 NB, BK] of 16 tensors [NB, BK]: lanes hold columns, so that nothing moves."""
+    NB: tl.constexpr = rows[0].shape[0]
+    BK: tl.constexpr = rows[0].shape[1]
+    for b in tl.static_range(4):
+        half = ()
+        for i in tl.static_range(8 >> b):
+            half = half + (tl.join(rows[i], rows[i + (8 >> b)]),)  # noqa: RUF005
+        rows = half
+    # The sum of one hides the joins from Triton's choice of how products read their operands.
+    b_x = tl.reshape(tl.permute(rows[0], [0, 2, 3, 4, 5, 1]), [16 * NB, BK, 1])
+    return tl.sum(b_x, axis=2)
+
+
+@triton.jit
+def _key_row(i: tl.constexpr, keys, p_f, NORM: tl.constexpr):
+    """Row i of every block [NB, BK] in fp32. p_f: norms of the chunk's rows."""
+    b_k = keys[i].to(tl.float32)
+    if NORM:
+        b_k *= tl.load(p_f + tl.arange(0, b_k.shape[0])[:, None] * 16 + i)
+    return b_k
+
+
+@triton.jit
+def _erase_row(i: tl.constexpr, erases, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
+    """Erase strengths of row i of every block [NB, BK], activated."""
+    b_b = erases[i].to(tl.float32)
+    if SIGMOID:
+        b_b = sigmoid(b_b)
+        if DOUBLE:
+            b_b = 2.0 * b_b
+    return b_b
+
+
+@triton.jit
+def _one_anchor(
+    b_a,
+    b_p,
+    gates,
+    keys,
+    erases,
+    queries,
+    p_f,
+    p_e,
+    p_qg,
+    p_kc,
+    b_from,
+    b_fe,
+    b_fk,
+    scale,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    QUERY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    IO: tl.constexpr,
+    WIDE: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Adds the scores of all pairs of the chunk, which meet at its middle, and stores E, Q, Kc.
+    What stands above the diagonal means nothing. b_from [1, BK]: the anchor, as gates count."""
+    C: tl.constexpr = b_a.shape[0]
+    # One operand after another: each leaves its registers before the next.
+    key = ()
+    for i in tl.static_range(16):
+        b_k = _key_row(i, keys, p_f, NORM) * tl.exp2(b_from - gates[i])
+        key = key + (b_k.to(WIDE),)  # noqa: RUF005 (kernels cannot unpack)
+        tl.store(p_kc + i * K, (b_k * b_fk).to(IO))
+    b_col = tl.trans(_tile(key))
+    row = ()
+    for i in tl.static_range(16):
+        b_e = _key_row(i, keys, p_f, NORM)
+        if ERASE_KEY:
+            b_e *= _erase_row(i, erases, SIGMOID, DOUBLE)
+        b_e *= tl.exp2(gates[i] - b_from)
+        row = row + (b_e.to(WIDE),)  # noqa: RUF005
+        tl.store(p_e + i * K, (b_e * b_fe).to(IO))
+    b_a = tl.dot(_tile(row), b_col, b_a, input_precision=PREC)
+    if QUERY:
+        row = ()
+        for i in tl.static_range(16):
+            b_q = _key_row(i, queries, p_f + C, NORM) * tl.exp2(gates[i] - b_from)
+            row = row + (b_q.to(WIDE),)  # noqa: RUF005
+            tl.store(p_qg + i * K, (b_q * (b_fe * scale)).to(IO))
+        b_p = tl.dot(_tile(row), b_col, b_p, input_precision=PREC)
     return b_a, b_p
 
 
@@ -448,6 +576,200 @@ def _key_rows(
         b_q = tl.load(p_q + s_q[:, None] + o_k, mask=m_t, other=0.0).to(tl.float32)
         b_q *= b_rq[:, None]
     return b_k, b_e, b_q
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def factor_near_kernel(
+    p_q,
+    p_k,
+    p_g,
+    p_beta,
+    p_alog,
+    p_bias,
+    p_cu,
+    p_e,
+    p_qg,
+    p_kc,
+    p_decay,
+    p_l,
+    p_x,
+    p_t,
+    p_p,
+    N,
+    T,
+    scale,
+    lower,
+    s_cu,
+    s_qt,
+    s_qh,
+    s_kt,
+    s_kh,
+    s_gt,
+    s_gh,
+    s_bt,
+    s_bh,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    QUERY: tl.constexpr,
+    NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PREC: tl.constexpr,
+    FOLD: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    i_h = pid % HO
+    _, i_c, begin, length = locate(pid // HO, p_cu, s_cu, N, T, C, 1)
+    if i_c < 0:
+        return
+    IO: tl.constexpr = p_k.dtype.element_ty
+    # Columns reach 2^100: fp16 products of them run in tf32.
+    WIDE: tl.constexpr = tl.float32 if tl.float16 == IO else IO
+    WIDE_PREC: tl.constexpr = "tf32" if tl.float16 == IO else PREC
+    NB: tl.constexpr = C // 16
+    o_i = tl.arange(0, C)
+    o_nb = tl.arange(0, NB)[:, None]
+    # Everything counts from the chunk's first token: row offsets fit 32 bits.
+    token = begin + i_c * C
+    steps = tl.minimum(length - i_c * C, C).to(tl.int32)
+    left = steps - o_nb * 16
+    p_k += token * s_kt + (i_h // (HO // HK)) * s_kh
+    p_q = p_q + token * s_qt + (i_h // (HO // H)) * s_qh if QUERY else p_k
+    p_g += token * s_gt + i_h * s_gh
+    p_beta += token * s_bt + i_h * s_bh
+    p_e += pid * (C * K)
+    p_qg = p_qg + pid * (C * K) if QUERY else p_e
+    p_kc += pid * (C * K)
+    p_decay += pid * K
+    p_l += pid * ((C + 4 * NB) * K)
+    p_x += pid * (C * C)
+    amp = amplitude(p_alog, i_h)
+    if NORM:
+        m_t = o_i < steps
+        tl.store(p_x + o_i, _inverse_norm(p_k, o_i * s_kt, m_t, K, BK))
+        if QUERY:
+            tl.store(p_x + C + o_i, _inverse_norm(p_q, o_i * s_qt, m_t, K, BK))
+        tl.debug_barrier()
+
+    b_a = tl.zeros([C, C], tl.float32)
+    b_p = tl.zeros([C, C], tl.float32)
+    rise = -float("inf")
+    served = C  # rows before the first that the anchor does not serve
+    for i_k in tl.range(0, K, BK, num_stages=1):
+        o_k = i_k + tl.arange(0, BK)[None, :]
+        m_k = o_k >= 0
+        gates = _load_rows(p_g + o_nb * (16 * s_gt) + o_k, s_gt, left, m_k)
+        keys = _load_rows(p_k + o_nb * (16 * s_kt) + o_k, s_kt, left, m_k)
+        queries = keys
+        if QUERY:
+            queries = _load_rows(p_q + o_nb * (16 * s_qt) + o_k, s_qt, left, m_k)
+        erases = keys
+        if ERASE_KEY:
+            erases = _load_rows(p_beta + o_nb * (16 * s_bt) + o_k, s_bt, left, m_k)
+
+        # Gates, cumulative within each block of 16 steps: one lane a channel, all blocks at once.
+        b_bias = 0.0
+        if p_bias is not None:
+            b_bias = tl.load(p_bias + i_h * K + o_k).to(tl.float32)
+        b_run = tl.zeros([NB, BK], tl.float32)
+        b_top = tl.full([NB, BK], -float("inf"), tl.float32)
+        sums = ()
+        for i in tl.static_range(16):
+            b_g = gates[i].to(tl.float32)
+            if p_bias is not None:
+                b_g += b_bias
+            b_g = log2_decay(b_g, amp, lower, GATE)
+            if GATE != "log" or p_bias is not None:
+                b_g = tl.where(i < left, b_g, 0.0)
+            b_top = tl.maximum(b_top, b_g)
+            b_run += b_g
+            sums = sums + (b_run,)  # noqa: RUF005 (kernels cannot unpack)
+            if KEEP:
+                tl.store(p_l + (o_nb * 16 + i) * K + o_k, b_run)
+
+        # From block sums: to the anchor, the chunk's middle, and from it.
+        b_before = tl.zeros([NB, BK], tl.float32)
+        b_after = tl.zeros([NB, BK], tl.float32)
+        b_first = tl.zeros([1, BK], tl.float32)
+        b_second = tl.zeros([1, BK], tl.float32)
+        for i in tl.static_range(NB):
+            b_one = b_run
+            if NB > 1:
+                b_one = tl.sum(tl.where(o_nb == i, b_run, 0.0), axis=0)[None, :]
+            b_before += tl.where(o_nb > i, b_one, 0.0)
+            b_after += tl.where(o_nb < i, b_one, 0.0)
+            if i < NB // 2:
+                b_first += b_one
+            else:
+                b_second += b_one
+        b_total = b_first + b_second
+        if KEEP:
+            p_f = p_l + (C + o_nb) * K + o_k
+            tl.store(p_f, tl.exp2(b_before))
+            tl.store(p_f + NB * K, tl.exp2(b_after))
+        tl.store(p_decay + o_k, tl.exp2(b_total))
+
+        # Gates that hardly grow: the ends are farthest from the anchor. NaN is not near.
+        b_off = b_before - b_first
+        m_near = (tl.abs(b_off) < REACH) & (tl.abs(b_off + b_run) < REACH) & (b_top < 0.25)
+        rise = tl.maximum(rise, tl.max(tl.where(m_near, b_total, FAR)))
+        # What a row is multiplied by depends on gates up to it, and on the anchor, an integer,
+        # through a power of two: what comes later changes no rounding.
+        places = ()
+        for i in tl.static_range(16):
+            places = places + (sums[i] + (b_before + GRID),)  # noqa: RUF005
+        b_anchor = tl.floor(tl.maximum(b_first, -REACH))
+        if rise >= FAR:
+            b_served = tl.full([NB, BK], C, tl.int32)
+            b_last = b_before + GRID
+            for i in tl.static_range(16):
+                # Rows that hardly rise between the ends of blocks are near where these are.
+                m_row = tl.abs(places[i] - (b_anchor + GRID)) < REACH + 4.0
+                m_row = m_row & (places[i] - b_last < 0.25)
+                b_served = tl.where(m_row, b_served, tl.minimum(b_served, o_nb * 16 + i))
+                b_last = places[i]
+            served = tl.minimum(served, tl.min(b_served))
+        o_out = o_nb * (16 * K) + o_k
+        b_a, b_p = _one_anchor(
+            b_a, b_p, places, keys, erases, queries, p_x, p_e + o_out, p_qg + o_out,
+            p_kc + o_out, b_anchor + GRID, tl.exp2(b_anchor), tl.exp2(b_total - b_anchor),
+            scale, K, NORM, ERASE_KEY, QUERY, SIGMOID, DOUBLE, IO, WIDE, WIDE_PREC,
+        )  # fmt: skip
+
+    if NORM:
+        tl.debug_barrier()  # all have read the norms
+    b_write = tl.full([C], 1.0, tl.float32)
+    if not ERASE_KEY:
+        b_write = load_beta(p_beta, o_i * s_bt, o_i < steps, SIGMOID, DOUBLE)
+        b_a *= b_write[:, None]
+    o_tile = o_i[:, None] * C + o_i[None, :]
+    if QUERY:
+        PARTS: tl.constexpr = 2 if SPLIT else 1
+        b_p = tl.where(o_i[:, None] >= o_i[None, :], b_p * scale, 0.0)
+        p_p += pid * (PARTS * C * C) + o_tile
+        tl.store(p_p, b_p.to(IO))
+        if SPLIT:
+            tl.store(p_p + C * C, rest(b_p, IO))
+    if C >= 64:  # the last merge reads what is above the diagonal blocks of 16
+        b_a = tl.where(o_i[:, None] >= o_i[None, :], b_a, 0.0)
+    tl.store(p_x + o_tile, b_a)
+    if rise >= FAR:
+        tl.debug_barrier()
+        tl.store(p_x + C - 2, (served + 1.0) * FAR)
+        return
+    invert_in_memory(p_x, C, C, "ieee")  # few and small products
+    if not FOLD:
+        b_write = tl.full([C], 1.0, tl.float32)
+    store_inverse(p_t, p_x, pid, b_write, C, SPLIT)
+    tl.store(p_x + C - 2, rise)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -496,8 +818,15 @@ def factor_key_kernel(
     SPLIT: tl.constexpr,
     PREC: tl.constexpr,
     FOLD: tl.constexpr = True,
+    REST: tl.constexpr = False,
 ):
     pid = tl.program_id(0).to(tl.int64)
+    served = 0  # rows that `factor_near_kernel` has made
+    if REST:
+        left_over = tl.load(p_x + pid * (C * C) + (C - 2))
+        if left_over < FAR:
+            return
+        served = (left_over / FAR - 0.5).to(tl.int32)
     i_h = pid % HO
     slot = pid // HO
     _, i_c, begin, length = locate(slot, p_cu, s_cu, N, T, C, 1)
@@ -539,25 +868,34 @@ def factor_key_kernel(
     left = length - i_c * C - o_nb * 16
     rows = ()
     for i in tl.static_range(16):
-        b_g = tl.load(p_gh + i * s_gt, mask=(i < left) & (o_kk >= 0), other=0.0)
+        if REST and not FOLD:
+            b_g = tl.load(p_l + (o_nb * 16 + i) * K + o_kk)
+        else:
+            b_g = tl.load(p_gh + i * s_gt, mask=(i < left) & (o_kk >= 0), other=0.0)
         rows = rows + (b_g.to(tl.float32),)  # noqa: RUF005 (kernels cannot unpack)
     b_run = tl.zeros([NB, K], tl.float32)
-    b_first = b_run
-    b_mid = b_run
+    b_from = b_run
+    b_serves = tl.full([NB, K], 1.0, tl.float32)
+    b_near = b_run
     for i in tl.static_range(16):
-        b_g = rows[i]
-        if p_bias is not None:
-            b_g += tl.load(p_bias + i_h * K + o_kk).to(tl.float32)
-        b_run += tl.where(i < left, log2_decay(b_g, amp, lower, GATE), 0.0)
+        if REST and not FOLD:  # left by `factor_near_kernel`: the same to the bit
+            b_run = rows[i]
+        else:
+            b_g = rows[i]
+            if p_bias is not None:
+                b_g += tl.load(p_bias + i_h * K + o_kk).to(tl.float32)
+            b_run += tl.where(i < left, log2_decay(b_g, amp, lower, GATE), 0.0)
         tl.store(p_l + (o_nb * 16 + i) * K + o_kk, tl.minimum(b_run, MOST))
+        # How many rows an anchor serves: up to the middle row, and from there on.
         if i == 0:
-            b_first = b_run
+            b_from = b_run
+        b_serves = tl.where(b_from - b_run < REACH, b_serves, 0.0)
+        b_near += b_serves
         if i == MIDDLE:
-            b_mid = b_run
-    # Gates <= 0: the ends are farthest from the middle.
-    b_far = tl.max(tl.maximum(b_first - b_mid, b_mid - b_run), axis=1)
-    m_near = tl.reshape(tl.broadcast_to((b_far < REACH)[:, None], [NB, 16]), [C])
-    any_far = tl.max(b_far, axis=0) >= REACH
+            b_from = b_run
+    b_near = tl.min(b_near, axis=1)
+    m_near = o_i % 16 < tl.reshape(tl.broadcast_to(b_near[:, None], [NB, 16]), [C])
+    any_far = tl.min(b_near, axis=0) < 16.0
     tl.debug_barrier()
 
     # What decays from the chunk's start to a block's, and from a block's end to the chunk's; what
@@ -588,6 +926,7 @@ def factor_key_kernel(
     tl.debug_barrier()
 
     o_n = o_i // 16
+    o_start = (o_n * 16)[:, None] * K
     o_end = (o_n * 16 + 15)[:, None] * K
     o_mid = (o_n * 16 + MIDDLE)[:, None] * K
     b_a = tl.zeros([C, C], tl.float32)
@@ -604,14 +943,12 @@ def factor_key_kernel(
             b_e = b_k * guarded(b_e, m_act, m_flat, b_mean, b_eta, IO)
         elif ERASE_KEY:
             b_e *= b_k
-        b_b = tl.load(p_lk + o_mid)
+        b_b = tl.floor(tl.maximum(tl.load(p_lk + o_mid), tl.load(p_lk + o_start) - REACH))
         b_c = tl.load(p_lk + o_end)
         p_fk = p_f + o_n[:, None] * K + o_k
 
         # Diagonal blocks, anchored at their middle row.
-        b_x = tl.minimum(tl.maximum(b_l - b_b, -REACH), REACH)
-        b_y = tl.exp2(-b_x)
-        b_x = tl.exp2(b_x)
+        b_x, b_y = anchored(b_l, b_b)
         b_a, b_p = _scores(
             b_a, b_p, b_e * b_x, b_q * b_x, b_k * b_y, m_diag & m_near[:, None],
             WIDE, QUERY, WIDE_PREC,
@@ -624,9 +961,10 @@ def factor_key_kernel(
         b_k *= tl.exp2(b_c - b_l)
         o_tile = (slot * HO + i_h) * (C * K) + o_i[:, None] * K + o_k
         b_x = tl.load(p_fk)
-        tl.store(p_e + o_tile, (b_e * b_x).to(IO))
+        m_row = (o_i >= served)[:, None]
+        tl.store(p_e + o_tile, (b_e * b_x).to(IO), mask=m_row)
         if QUERY:
-            tl.store(p_qg + o_tile, (b_q * b_x).to(IO))
+            tl.store(p_qg + o_tile, (b_q * b_x).to(IO), mask=m_row)
         tl.store(p_kc + o_tile, (b_k * tl.load(p_fk + NB * K)).to(IO))
 
         # Scores between blocks: neighbours in 32 steps, then the two halves of 64.
@@ -685,13 +1023,20 @@ def factor_key_kernel(
     if QUERY:
         PARTS: tl.constexpr = 2 if SPLIT else 1
         p_p += (slot * HO + i_h) * (PARTS * C * C) + o_tile
-        tl.store(p_p, b_p.to(IO))
+        tl.store(p_p, b_p.to(IO), mask=(o_i >= served)[:, None])
         if SPLIT:
-            tl.store(p_p + C * C, rest(b_p, IO))
+            tl.store(p_p + C * C, rest(b_p, IO), mask=(o_i >= served)[:, None])
     if not ERASE_KEY:
         b_a *= b_write[:, None]
     p_x += (slot * HO + i_h) * (C * C)
-    tl.store(p_x + o_tile, b_a)
+    m_row = (o_i >= served)[:, None]
+    if REST:
+        tl.debug_barrier()  # all have read how many rows are there
+    tl.store(p_x + o_tile, b_a, mask=m_row)
+    if REST:
+        # Nothing stands above the diagonal.
+        m_row = (m_row == 0) & (o_i[:, None] < o_i[None, :])
+        tl.store(p_x + o_tile, tl.zeros([C, C], tl.float32), mask=m_row)
     invert_in_memory(p_x, C, C, "ieee")  # few and small products
     if not FOLD:
         b_write = tl.full([C], 1.0, tl.float32)

@@ -27,7 +27,7 @@ from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, load_b
 from lagraph.engines.triton.kernels.gate import sigmoid
 from lagraph.engines.triton.kernels.index import ROWS, query_rows, sequence_span
 
-__all__ = ["load_dout", "reverse_kernel"]
+__all__ = ["load_dout", "retreat", "reverse_kernel"]
 
 
 @triton.jit
@@ -40,8 +40,9 @@ def load_dout(p_do, p_z, o_do, o_z, m_q):
     return b_do
 
 
-@triton.jit(do_not_specialize=["T"])
-def reverse_kernel(
+@triton.jit
+def retreat(
+    pid,
     p_q,
     p_k,
     p_e,
@@ -55,6 +56,8 @@ def reverse_kernel(
     p_dht,
     p_ds,
     p_y,
+    p_d,
+    p_dv,
     p_dh0,
     p_cu,
     T,
@@ -76,6 +79,10 @@ def reverse_kernel(
     s_0n,
     s_0h,
     s_0v,
+    s_dh,
+    s_dv,
+    s_dvt,
+    s_dvh,
     H: tl.constexpr,
     HK: tl.constexpr,
     HO: tl.constexpr,
@@ -94,11 +101,12 @@ def reverse_kernel(
     SPLIT: tl.constexpr,
     PREC: tl.constexpr,
 ):
+    """The pass of one program. p_dv: instead of Y, which without delta rule is the gradient of v
+    but for the skip D dO, that gradient."""
     NV: tl.constexpr = V // BV
     IO: tl.constexpr = p_k.dtype.element_ty
     PARTS: tl.constexpr = 2 if SPLIT else 1
-    WRITES: tl.constexpr = DELTA or p_y is not None
-    pid = tl.program_id(0).to(tl.int64)
+    WRITES: tl.constexpr = DELTA or p_y is not None or p_dv is not None
     i_v = pid % NV
     i_h = (pid // NV) % HO
     i_n = pid // (NV * HO)
@@ -119,6 +127,8 @@ def reverse_kernel(
 
     p_kh = p_k + (i_h // (HO // HK)) * s_kh
     p_qh = p_q + (i_h // (HO // H)) * s_qh if p_do is not None else p_kh
+    if p_d is not None:
+        b_d = tl.load(p_d + i_h * s_dh + o_v * s_dv).to(tl.float32)
     chunks = tl.cdiv(length, C)
     o_b = tl.arange(0, BV)
     b_unit = tl.where(o_b[:, None] == o_b[None, :], 1.0, 0.0).to(IO)
@@ -189,6 +199,11 @@ def reverse_kernel(
             if p_y is not None:
                 p_yt = p_y + block * (PARTS * C * V) + o_i[None, :] * V + o_v[:, None]
                 tl.store(p_yt, b_y.to(IO))
+            if p_dv is not None:  # without delta rule
+                if p_d is not None:
+                    b_y += b_d[:, None] * b_dof
+                p_tile = p_dv + i_h * s_dvh + o_tok[None, :] * s_dvt + o_v[:, None]
+                tl.store(p_tile, b_y.to(IO), mask=m_t[None, :])
 
         # Gradient of the chunk's entering state.
         if KEY_GATE:
@@ -238,3 +253,65 @@ def reverse_kernel(
     if p_dh0 is not None:
         p_first = p_dh0 + i_n * s_0n + i_h * s_0h + o_v[:, None] * s_0v + o_k[None, :]
         tl.store(p_first, b_ds.to(p_dh0.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T"])
+def reverse_kernel(
+    p_q,
+    p_k,
+    p_e,
+    p_beta,
+    p_rows,
+    p_decay,
+    p_t,
+    p_p,
+    p_do,
+    p_z,
+    p_dht,
+    p_ds,
+    p_y,
+    p_dh0,
+    p_cu,
+    T,
+    s_cu,
+    s_qt,
+    s_qh,
+    s_kt,
+    s_ks,
+    s_kh,
+    s_bt,
+    s_bh,
+    s_ot,
+    s_oh,
+    s_zt,
+    s_zh,
+    s_fn,
+    s_fh,
+    s_fv,
+    s_0n,
+    s_0h,
+    s_0v,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    HO: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    NS: tl.constexpr,
+    C: tl.constexpr,
+    CQ: tl.constexpr,
+    BV: tl.constexpr,
+    KEY_GATE: tl.constexpr,
+    DELTA: tl.constexpr,
+    ERASE_KEY: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    retreat(
+        tl.program_id(0).to(tl.int64), p_q, p_k, p_e, p_beta, p_rows, p_decay, p_t, p_p, p_do, p_z,
+        p_dht, p_ds, p_y, None, None, p_dh0, p_cu, T, s_cu, s_qt, s_qh, s_kt, s_ks, s_kh, s_bt,
+        s_bh, s_ot, s_oh, s_zt, s_zh, s_fn, s_fh, s_fv, s_0n, s_0h, s_0v, 0, 0, 0, 0, H, HK, HO, K,
+        V, NS, C, CQ, BV, KEY_GATE, DELTA, ERASE_KEY, IDENTITY, SIGMOID, DOUBLE, SPLIT, PREC,
+    )  # fmt: skip

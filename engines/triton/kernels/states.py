@@ -20,11 +20,12 @@ import triton.language as tl
 from lagraph.engines.triton.kernels.factor import GROWTH, inverse_growth, load_beta, refined
 from lagraph.engines.triton.kernels.index import ROWS, checkpoint_base, locate, sequence_span
 
-__all__ = ["states_kernel"]
+__all__ = ["advance"]
 
 
-@triton.jit(do_not_specialize=["N", "T"])
-def states_kernel(
+@triton.jit
+def advance(
+    pid,
     p_k,
     p_e,
     p_v,
@@ -71,10 +72,10 @@ def states_kernel(
     SPLIT: tl.constexpr,
     PREC: tl.constexpr,
 ):
+    """The pass of one program."""
     NV: tl.constexpr = V // BV
     IO: tl.constexpr = p_k.dtype.element_ty
     PARTS: tl.constexpr = 2 if SPLIT else 1
-    pid = tl.program_id(0).to(tl.int64)
     i_v = pid % NV
     i_h = (pid // NV) % HO
     i_n = pid // (NV * HO)
@@ -85,14 +86,15 @@ def states_kernel(
     # The span's chunks [i_c, last), and its entering state [BV, K].
     if p_check is not None:
         i_n, i_r, _, _ = locate(i_n, p_cu, s_cu, N, T, EVERY, NS)
-        if i_r < 0:
-            return
+        used = i_r >= 0
+        i_r = tl.maximum(i_r, 0)
         begin, length, first = sequence_span(p_cu, s_cu, i_n, T, C, NS)
         row = checkpoint_base(p_cu, s_cu, i_n, T, EVERY, NS) + i_r
         i_first = i_r * (EVERY // C)
-        last = tl.cdiv(tl.minimum(length, (i_r + 1) * EVERY), C)
+        last = tl.where(used, tl.cdiv(tl.minimum(length, (i_r + 1) * EVERY), C), i_first)
         p_enter = p_check + ((row * HO + i_h) * V + o_v)[:, None] * K + o_k[None, :]
-        b_s = tl.load(p_enter).to(tl.float32)
+        m_enter = (o_v[:, None] < tl.where(used, V, 0)) & (o_k[None, :] >= 0)
+        b_s = tl.load(p_enter, mask=m_enter, other=0.0).to(tl.float32)
     else:
         begin, length, first = sequence_span(p_cu, s_cu, i_n, T, C, NS)
         i_first = begin * 0
