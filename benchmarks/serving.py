@@ -113,7 +113,8 @@ def graphed(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
 
 
 def queued(call: Callable[[], object], calls: int = 20, repeats: int = 7) -> float:
-    """Microseconds a call, one after the other on the stream, launched from Python."""
+    """Microseconds a call, one after the other on the stream, launched from Python while the device
+    sleeps: a backward through autograd takes the host as long as the device."""
     if Warm.skips(call):
         return math.nan
     call()
@@ -123,6 +124,7 @@ def queued(call: Callable[[], object], calls: int = 20, repeats: int = 7) -> flo
     for _ in range(repeats):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(40_000_000)  # cycles: some 20 ms
         start.record()
         for _ in range(calls):
             call()

@@ -128,7 +128,7 @@ class Engine:
         return f"{family}{kind}_{self.name}"
 
     def split_plan(self, family: str) -> str:
-        """The same with products in two parts, for strengths up to 2 that are passed as they are."""
+        """The same with products in two parts, for strengths up to 2 without sigmoid."""
         split = {"triton": f"{family}_triton[split=2]"}
         split["frost"] = f"{family}_frost[split=1],{split['triton']}"
         return split.get(self.name, self.plan(family))

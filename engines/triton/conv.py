@@ -42,7 +42,7 @@ SILU = (silu, silu_slope)
 _FORWARD, _BACKWARD = Launcher(conv_kernel), Launcher(conv_backward_kernel)
 _WEIGHT = Launcher(conv_weight_kernel)
 # Chunks are as long as leaves this many programs.
-PROGRAMS, PROGRAMS_BACKWARD = 2048, 4096
+PROGRAMS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ def schedule(
     if kind == "backward":
         # Instructions bound it: what counts is how many warps there are to issue them. Without
         # a limit the compiler takes a third more registers, to no end; before SM90 it needs them.
-        threads, limit, group = 64, 0, 4
+        limit, group = 0, 4
         if dtype.itemsize == 2 and W > 4:
             group = 2  # four spill
         elif dtype.itemsize == 2:
             arch = _arch()
-            threads, limit = (64, 168) if arch < 90 else (256, 112 if arch < 100 else 128)
-        plan = Schedule(threads, 4 if W <= 4 else 2, 0, group, limit, True)
+            limit = 168 if arch < 90 else 112 if arch < 100 else 128
+        plan = Schedule(64, 4 if W <= 4 else 2, 0, group, limit, True)
     else:
         # 16 bytes a load, but where the window would take too many registers. One row has to load
         # the weight for itself, whose taps lie the closer together the fewer channels there are.
@@ -218,7 +218,7 @@ def backward(
     plan = schedule("backward", x.dtype, W, config)
     block, warps = _block(plan, C)
     blocks = -(-C // block)
-    rows = max(_rows(plan, B * T * blocks, PROGRAMS_BACKWARD, 4096), 32)
+    rows = max(_rows(plan, B * T * blocks, PROGRAMS, 4096), 32)
     per = max(-(-T // rows), 1)
     slots = N * per if cu is None else T // rows + N
 

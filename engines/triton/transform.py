@@ -76,6 +76,6 @@ def backward(
             {"COLUMNS": columns, "D": channels, "BOUNDED": lower_bound is not None, "BR": tall,
              "BC": wide, "PARTS": parts, "num_warps": 4},
         )  # fmt: skip
-    d_alog, d_bias = sums.sum(1)
-    d_alog = d_alog.view(-1, channels).sum(1)
+    # Each a tensor of its own: compiled code takes results to start where their storage does.
+    d_alog, d_bias = sums[0].sum(0).view(-1, channels).sum(1), sums[1].sum(0)
     return d_raw, d_alog.to(a_log.dtype), d_bias.view(bias.shape).to(bias.dtype)
