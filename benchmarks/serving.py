@@ -112,9 +112,12 @@ def graphed(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
     return statistics.median(times)
 
 
-def queued(call: Callable[[], object], calls: int = 20, repeats: int = 7) -> float:
-    """Microseconds a call, one after the other on the stream, launched from Python while the device
-    sleeps: a backward through autograd takes the host as long as the device."""
+def queued(
+    call: Callable[[], object], calls: int = 20, repeats: int = 7, *, asleep: bool = True
+) -> float:
+    """Microseconds a call, one after the other on the stream, launched from Python. The device is
+    asleep until all are queued, since a backward through autograd takes the host as long as the
+    device; else the host's part is in it."""
     if Warm.skips(call):
         return math.nan
     call()
@@ -124,7 +127,8 @@ def queued(call: Callable[[], object], calls: int = 20, repeats: int = 7) -> flo
     for _ in range(repeats):
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(40_000_000)  # cycles: some 20 ms
+        if asleep:
+            torch.cuda._sleep(40_000_000)  # cycles: some 20 ms
         start.record()
         for _ in range(calls):
             call()
@@ -307,7 +311,8 @@ def time_decode(table: Table, rate: float, families: Sequence[str], batches: Seq
                 told = f"aim {AIMS['decode']} %" if batches[-1] == B else ""
                 table.row(what, "lagraph", graphed(calls), nbytes, rate, told)
                 if B == 1:
-                    table.row(what, "from Python", queued(calls[0], 100), nbytes, rate)
+                    took = queued(calls[0], 100, asleep=False)
+                    table.row(what, "from Python", took, nbytes, rate)
                 time_peers(table, what, family, args, pool, indices, nbytes, rate)
                 del pool, calls
 

@@ -113,15 +113,14 @@ class Cache:
         Waits `PATIENCE` seconds at most: whoever comes second then compiles too, which is only
         wasteful.
         """
-        path = self.path(key)
-        end, handle = time.monotonic() + PATIENCE, None
-        while path is not None and fcntl is not None:
-            file = path.with_suffix(".lock")
+        path, end, handle = self.path(key), time.monotonic() + PATIENCE, None
+        file = None if path is None or fcntl is None else path.with_suffix(".lock")
+        while file is not None:
             handle = self._open(file)
             if handle is None or not _wait(handle, end) or _names(file, handle):
                 break
             os.close(handle)  # of a file that was removed meanwhile: others lock its successor
-        if handle is None:
+        if file is None or handle is None:
             yield
             return
         try:
@@ -129,7 +128,7 @@ class Cache:
         finally:
             # Removed before it is released, so that no file is left behind.
             with suppress(OSError):
-                path.with_suffix(".lock").unlink()  # type: ignore[union-attr]
+                file.unlink()
             os.close(handle)
 
     def _open(self, path: Path) -> int | None:

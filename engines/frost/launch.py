@@ -140,9 +140,7 @@ class _Plan:
         best = self.choice(T, N)
         if best.span:
             return self.cut, C * best.span, C * best.less
-        if best.narrow or "paired" in self.pieces:
-            return self.functions["narrow" if best.narrow else "whole"], 0, 0
-        return self.function, 0, 0
+        return self.functions["narrow" if best.narrow else "whole"], 0, 0
 
     def workspace_size(self, T: int, N: int) -> int:
         """Bytes of workspace at these sizes."""

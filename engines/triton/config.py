@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -130,7 +132,7 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         factor_warps = 1 if key_gate else 2
     near_k = min(size["K"], int(knobs.get("near_k", 128)))
     # Three programs an SM, or as many registers as it takes not to spill.
-    near_registers = 0 if large or str(problem.io_dtype) == "torch.float16" else 168
+    near_registers = 0 if large or problem.io_dtype == torch.float16 else 168
     if near_registers and problem.arch >= 90 and size["K"] == 128 and problem.traits.erase != "key":
         # Four: 0.327 ms instead of 0.345 for KDA of 8192 steps and 64 heads on an H200. GDN-2, with
         # one operand more, took 0.754 instead of 0.686.

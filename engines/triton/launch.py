@@ -406,7 +406,7 @@ class _Plan:
         config, constants = self.config, self.factor_constants.copy()
         del constants["GUARD"], constants["REST"]
         constants |= {
-            "BK": min(config.near_k, self.K),
+            "BK": config.near_k,
             "KEEP": not self.fold,  # the backward reads the gates
             "num_warps": config.near_warps,
             "num_stages": 1,
