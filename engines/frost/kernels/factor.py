@@ -234,9 +234,7 @@ def keep(
                 leaf = inverse.leaf(blocks, w)
                 leaf[row - 16 * w, column - 16 * w] = strength * value
             else:
-                joined[i] = (-key * value).to(sig.io)
-                if cutlass.const_expr(sig.split):
-                    rest[i] = (-key * value - joined[i].to(Float32)).to(sig.io)
+                product.rounded(-key * value, joined, rest, i)
 
 
 @cute.jit
@@ -266,9 +264,7 @@ def mask(
                 if cutlass.const_expr(8 * group + 7 >= first):
                     row, column = place[i]
                     value = value if column < (row + 1) * sig.n else Float32(0.0)
-                masked[i] = value.to(sig.io)
-                if cutlass.const_expr(sig.split):
-                    rest[i] = (value - masked[i].to(Float32)).to(sig.io)
+                product.rounded(value, masked, rest, i)
 
 
 # Norms ------------------------------------------------------------------------------------------

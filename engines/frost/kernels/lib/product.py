@@ -16,6 +16,7 @@ __all__ = [
     "of_shared",
     "of_turned",
     "pair",
+    "rounded",
     "scale",
     "scaled",
     "split",
@@ -134,14 +135,19 @@ def scale(acc, row: cute.Tensor, lane):
 
 
 @cute.jit
+def rounded(value, low, rest, at: cutlass.Constexpr):
+    """A number as element `at` of an operand, and what that loses as one of another, if wanted."""
+    low[at] = value.to(low.element_type)
+    if cutlass.const_expr(rest is not None):
+        rest[at] = (value - low[at].to(Float32)).to(low.element_type)
+
+
+@cute.jit
 def split(acc, low, rest, block: cutlass.Constexpr = 0):
     """An accumulator as block `block` of an operand, and what its rounding loses as one of another,
     if that is wanted."""
     for i in cutlass.range_constexpr(cute.size(acc)):
-        at = i + block * cute.size(acc)
-        low[at] = acc[i].to(low.element_type)
-        if cutlass.const_expr(rest is not None):
-            rest[at] = (acc[i] - low[at].to(Float32)).to(low.element_type)
+        rounded(acc[i], low, rest, i + block * cute.size(acc))
 
 
 @cute.jit
@@ -156,10 +162,7 @@ def scaled(
         for e in cutlass.range_constexpr(4):
             i = 4 * group + e
             factor = -factors[e % 2] if cutlass.const_expr(negative) else factors[e % 2]
-            at = i + block * cute.size(acc)
-            low[at] = (factor * acc[i]).to(low.element_type)
-            if cutlass.const_expr(rest is not None):
-                rest[at] = (factor * acc[i] - low[at].to(Float32)).to(low.element_type)
+            rounded(factor * acc[i], low, rest, i + block * cute.size(acc))
 
 
 @cute.jit
