@@ -134,6 +134,8 @@ class LinkKernel:
             base, step = base + last - 1, -1
         if cutlass.const_expr(sig.carries):
             last -= 1
+        elif begin == end:  # without steps a state passes through, to the bit
+            last = Int32(0)
 
         smem = SmemAllocator()
         bars = smem.allocate_array(Int64, 2 * STAGES)
