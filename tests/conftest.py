@@ -9,14 +9,35 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)  # tensors are small here: threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same of processes that tests start
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from quicken import quicken
+
+    quicken()
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("more", deadline=None, max_examples=400)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+# The files that take longest begin first: one that begins last keeps a single process busy.
+LONG = (
+    "test_triton", "test_decode", "test_frost", "test_context_parallel", "test_triton_segments",
+    "test_examples", "test_engines", "test_paged", "test_triton_backward", "test_integrations",
+)  # fmt: skip
+
+
+def pytest_configure(config):
+    """pytest-xdist gives out files as they are collected, not those with the most tests first."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` need one."""
+    """Long files begin, and tests marked `gpu` need one."""
+    rank = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -103,6 +103,7 @@ def enter(setting):
     if setting.name == "interpreted":
         os.environ |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
         import interpreted
+        from quicken import quicken
 
         from lagraph.ops import staged
 
@@ -113,6 +114,7 @@ def enter(setting):
             return tuple(made.get(name, x["g"].new_empty(0)) for name in node.output_names)
 
         staged.Local.call = call
+        quicken()
     if setting.shared:
         through_the_host()
 

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,9 @@ RUNS = {
 }  # fmt: skip
 
 
+@cache
 def run(name, *args, **environment):
-    """The example's standard output."""
+    """The example's standard output; two tests may read one run."""
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py"), *args],
         capture_output=True, text=True, check=False, cwd="/", env=os.environ | environment,
@@ -225,7 +227,9 @@ def test_a_captured_step_replays_with_other_tokens(variant):
         assert relative_error(out.output[:, exact], want.output) < 2e-3
         assert relative_error(out.final_state, want.final_state) < 2e-3
         # Of a product with other rows beside them: cuBLAS may sum in another order.
-        torch.testing.assert_close(out.final_conv_state, want.final_conv_state, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            out.final_conv_state, want.final_conv_state, rtol=1e-4, atol=1e-5
+        )
         for got, grad in zip(grads, wanted, strict=True):
             assert relative_error(got, grad) < 1e-2
 

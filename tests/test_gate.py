@@ -264,8 +264,10 @@ def test_kind_is_required():
 INTERPRETED = """
 import itertools, torch
 from draw import P
+from quicken import quicken
 from lagraph.engines.triton import transform
 from lagraph.ops.gate import _backward, _forward
+quicken()
 shapes = ((2, 9, 3), (2, 9, 3, 4), (1, 5, 2, 128), (3, 90, 300), (1, 0, 3), (2, 2100, 1))
 for shape, floor, dtype in itertools.product(shapes, (None, -5.0), (torch.float32, torch.float16)):
     raw, grad = (8.0 * P(shape, 1)).to(dtype), P(shape, 4, torch.float32)

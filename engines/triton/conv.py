@@ -49,7 +49,7 @@ PROGRAMS = 2048
 class Schedule:
     """threads a program, channels a thread, rows a program (0 lets the sizes decide), rows that are
     loaded before the first one is used, registers a thread at most (0: as many as it takes), and
-    of "backward", whether the next rows are on their way meanwhile.
+    whether the next rows are on their way meanwhile.
     """
 
     threads: int
@@ -74,11 +74,13 @@ def schedule(
             arch = _arch()
             limit = 168 if arch < 90 else 112 if arch < 100 else 128
         plan = Schedule(64, 4 if W <= 4 else 2, 0, group, limit, True)
+    elif kind == "update":
+        # One row has to load the weight for itself, whose taps lie the closer together the fewer
+        # channels there are.
+        plan = Schedule(128, 2, 1)
     else:
-        # 16 bytes a load, but where the window would take too many registers. One row has to load
-        # the weight for itself, whose taps lie the closer together the fewer channels there are.
-        channels = 4 if dtype.itemsize == 4 or W > 4 else 8
-        plan = Schedule(128, channels, 0) if kind == "forward" else Schedule(128, 2, 1)
+        # 16 bits at 16384 x 8192: 138 us so, with 16 bytes a load and none ahead 142.
+        plan = Schedule(128, 4, 0, ahead=dtype.itemsize == 2 and W <= 4)
     if chosen is None:
         return plan
     if len(chosen) > 3 or chosen[1] == plan.channels:
@@ -138,7 +140,7 @@ def _bind(
         return None
     block, warps = _block(plan, C)
     blocks = -(-C // block)
-    rows = _rows(plan, B * T * blocks, PROGRAMS, 64)
+    rows = _rows(plan, B * T * blocks, PROGRAMS, 32 if plan.ahead else 64)
     if cu is not None or rows < T:
         rows = max(rows, plan.group)  # W - 1 at least
     per = max(-(-T // rows), 1)
@@ -150,8 +152,10 @@ def _bind(
         (x, weight, y, cu, history, index, has, final),
         (*_lead(2, x), *_lead(2, weight), *_lead(1, cu), *_lead(2, history), *_lead(1, index),
          *_lead(1, has), *_lead(2, final)),
-        {"C": C, "W": W, "BC": block, "R": min(rows, plan.group),
-         "ACT": None if act is None else act[0], "num_warps": warps},
+        {"C": C, "W": W, "BC": block, "R": min(rows, plan.group), "AHEAD": plan.ahead,
+         "FLAT": weight.stride() == (W, 1) and W == 4,
+         "ACT": None if act is None else act[0], "num_warps": warps,
+         "maxnreg": plan.registers or None},
     )  # fmt: skip
     return bound, (N, T, history.shape[0] if history is not None else 0, per, rows)
 

@@ -68,18 +68,22 @@ def _offset(p_cu, s_cu, i_n, T):
 
 @triton.jit
 def _locate(slot, p_cu, s_cu, N, T, rows):
-    """Sequence, chunk (-1 if the slot is unused), first row and length."""
+    """Sequence, chunk (-1 if the slot is unused), first row and length.
+
+    The search multiplies: a division of 64 bits takes longer than all else of a step.
+    """
     low = tl.zeros([], tl.int64)
     high = low + N
     while high - low > 1:
-        middle = (low + high) // 2
-        if _offset(p_cu, s_cu, middle, T) // rows + middle <= slot:
+        middle = (low + high) >> 1
+        # begin // rows + middle <= slot
+        if _offset(p_cu, s_cu, middle, T) < (slot - middle + 1) * rows:
             low = middle
         else:
             high = middle
     begin = _offset(p_cu, s_cu, low, T)
     length = tl.maximum(_offset(p_cu, s_cu, low + 1, T), begin) - begin
-    i_c = slot - (begin // rows + low)
+    i_c = slot - (begin.to(T.dtype) // rows + low)
     i_c = tl.where((i_c == 0) | ((i_c > 0) & (i_c * rows < length)), i_c, -1)
     return low, i_c, begin, length
 
@@ -101,6 +105,40 @@ def _row(p_x, p_h, s_xt, s_hw, o_c, i_t, m_x, m_h, C: tl.constexpr, W: tl.conste
         b_h = tl.load(p_h + (i_t + (W - 1)) * s_hw, mask=m_t, other=0.0)
         b_x = tl.where(i_t < 0, b_h.to(tl.float32), b_x)
     return b_x
+
+
+@triton.jit
+def _taps(
+    p_w, o_c, i_c, s_wc, s_ww, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
+    FLAT: tl.constexpr,
+):  # fmt: skip
+    """The weight's columns [BC]. FLAT, four of them lying side by side: by 16 bytes a load, rather
+    than a load for each, whose lanes are all lines apart."""
+    b_w = ()
+    if FLAT:
+        o_w = i_c * W + tl.arange(0, BC * W)
+        b_t = tl.reshape(tl.load(p_w + o_w, mask=o_w < C * W, other=0.0), [BC, 2, 2])
+        b_even, b_odd = tl.split(b_t)
+        b_0, b_2 = tl.split(b_even)
+        b_1, b_3 = tl.split(b_odd)
+        b_w = (
+            b_0.to(tl.float32), b_1.to(tl.float32), b_2.to(tl.float32), b_3.to(tl.float32)
+        )  # fmt: skip
+    else:
+        for j in tl.static_range(W):
+            b_t = tl.load(p_w + o_c * s_wc + j * s_ww, mask=o_c < C, other=0.0)
+            b_w = b_w + (b_t.to(tl.float32),)
+    return b_w
+
+
+@triton.jit
+def _some_rows(p_x, s_xt, o_c, i_g, end, live, C: tl.constexpr, R: tl.constexpr):
+    """R rows from i_g on, as they are stored; zero from `end` on."""
+    b_xs = ()
+    for r in tl.static_range(R):
+        m_t = _only(o_c, live & (i_g + r < end), C)
+        b_xs = b_xs + (tl.load(p_x + (i_g + r) * s_xt, mask=m_t, other=0.0),)
+    return b_xs
 
 
 @triton.jit(
@@ -136,24 +174,25 @@ def conv_kernel(
     W: tl.constexpr,
     BC: tl.constexpr,
     R: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FLAT: tl.constexpr,
     ACT: tl.constexpr,
 ):
     NC: tl.constexpr = (C + BC - 1) // BC
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     slot = pid // NC
     if p_cu is None:
-        i_n = slot // per
-        i_c = slot % per
+        i_n = (slot // per).to(tl.int64)
+        i_c = (slot % per).to(tl.int64)
         begin = i_n * T
         length = tl.zeros([], tl.int64) + T
         p_x += i_n * s_xb
     else:
-        i_n, i_c, begin, length = _locate(slot, p_cu, s_cu, N, T, rows)
+        i_n, i_c, begin, length = _locate(slot.to(tl.int64), p_cu, s_cu, N, T, rows)
         p_x += begin * s_xt
     if i_c < 0:
         return
-    o_c = (pid % NC).to(tl.int32) * BC + tl.arange(0, BC)
-    m_c = o_c < C
+    o_c = pid % NC * BC + tl.arange(0, BC)
     p_x += o_c
     p_y += begin * C + o_c
 
@@ -169,9 +208,7 @@ def conv_kernel(
     if p_h is not None:
         p_h += i_s * s_hn + o_c
 
-    b_w = ()
-    for j in tl.static_range(W):
-        b_w = b_w + (tl.load(p_w + o_c * s_wc + j * s_ww, mask=m_c, other=0.0).to(tl.float32),)
+    b_w = _taps(p_w, o_c, pid % NC * BC, s_wc, s_ww, C, W, BC, FLAT)
     i_0 = i_c * rows
     b_x = ()  # rows t - (W - 1) .. t - 1
     for j in tl.static_range(W - 1):
@@ -188,11 +225,15 @@ def conv_kernel(
             for j in tl.static_range(W - 1):
                 tl.store(p_fc + j * s_fw, b_f[j].to(p_f.dtype.element_ty), mask=m_f)
 
-    for i_g in range(i_0, tl.minimum(i_0 + rows, length), R):
-        b_xs = ()
-        for r in tl.static_range(R):
-            m_t = _only(o_c, live & (i_g + r < length), C)
-            b_xs = b_xs + (tl.load(p_x + (i_g + r) * s_xt, mask=m_t, other=0.0),)
+    i_1 = tl.minimum(i_0 + rows, length)
+    if AHEAD:
+        n_xs = _some_rows(p_x, s_xt, o_c, i_0, i_1, live, C, R)
+    for i_g in range(i_0, i_1, R):
+        if AHEAD:
+            b_xs = n_xs
+            n_xs = _some_rows(p_x, s_xt, o_c, i_g + R, i_1, live, C, R)
+        else:
+            b_xs = _some_rows(p_x, s_xt, o_c, i_g, length, live, C, R)
         for r in tl.static_range(R):
             b_win = b_x + (b_xs[r].to(tl.float32),)
             b_y = b_w[0] * b_win[0]
@@ -328,26 +369,26 @@ def conv_backward_kernel(
 ):
     NC: tl.constexpr = (C + BC - 1) // BC
     H: tl.constexpr = W - 1
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     slot = pid // NC
     if p_cu is None:
-        i_n = slot // per
-        i_c = slot % per
+        i_n = (slot // per).to(tl.int64)
+        i_c = (slot % per).to(tl.int64)
         begin = i_n * T
         length = tl.zeros([], tl.int64) + T
         p_x += i_n * s_xb
         p_dy += i_n * s_yb
     else:
-        i_n, i_c, begin, length = _locate(slot, p_cu, s_cu, N, T, rows)
+        i_n, i_c, begin, length = _locate(slot.to(tl.int64), p_cu, s_cu, N, T, rows)
         p_x += begin * s_xt
         p_dy += begin * s_yt
-    o_c = (pid % NC).to(tl.int32) * BC + tl.arange(0, BC)
+    o_c = pid % NC * BC + tl.arange(0, BC)
     m_c = o_c < C
     p_x += o_c
     p_dy += o_c
     p_dx += begin * C + o_c
     if p_dw is not None:
-        p_dw += slot * (W * C) + o_c
+        p_dw += slot.to(tl.int64) * (W * C) + o_c
     if i_c < 0:
         if p_dw is not None:  # an unused slot adds nothing
             for j in tl.static_range(W):
