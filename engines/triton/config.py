@@ -43,6 +43,7 @@ class Config:
     share: heads of one group whose factors one program makes.
     block_k: K-block of the factor kernels; block_v: V-slice of the backward's serial kernels.
     near_k: K-block of the factor kernel for ordinary gates a key channel; near_warps 0: none.
+    near_blocks: whether it also has an anchor a block, for strong gates.
     *_warps, *_stages, *_registers: launch shape of each kernel; scan_* are the backward's.
     few, many: the forward's serial pass where few slices of the state leave SMs idle, and where
     they fill them. link_stages: of the kernel that carries states over segments.
@@ -62,6 +63,7 @@ class Config:
     factor_registers: int | None
     near_k: int
     near_warps: int
+    near_blocks: bool
     near_registers: int | None
     scan_warps: int
     scan_stages: int
@@ -133,9 +135,11 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     near_k = min(size["K"], int(knobs.get("near_k", 128)))
     # Three programs an SM, or as many registers as it takes not to spill.
     near_registers = 0 if large or problem.io_dtype == torch.float16 else 168
-    if near_registers and problem.arch >= 90 and size["K"] == 128 and problem.traits.erase != "key":
+    near_blocks = bool(int(knobs.get("near_blocks", 1)))
+    plain = problem.traits.erase != "key" and not near_blocks
+    if near_registers and problem.arch >= 90 and size["K"] == 128 and plain:
         # Four: 0.327 ms instead of 0.345 for KDA of 8192 steps and 64 heads on an H200. GDN-2, with
-        # one operand more, took 0.754 instead of 0.686.
+        # one operand more, took 0.754 instead of 0.686, and anchors a block spill.
         near_registers = 128
     split = _split(problem, knobs)
     # Products in two parts there spill a wider slice.
@@ -169,6 +173,7 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
         factor_registers=int(knobs.get("factor_registers", 0)) or None,
         near_k=near_k,
         near_warps=int(knobs.get("near_warps", 0 if wide else max(near_k * chunk // 1024, 1))),
+        near_blocks=near_blocks,
         near_registers=int(knobs.get("near_registers", near_registers)) or None,
         scan_warps=scan_warps,
         scan_stages=scan_stages,

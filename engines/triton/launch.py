@@ -408,6 +408,7 @@ class _Plan:
         constants |= {
             "BK": config.near_k,
             "KEEP": not self.fold,  # the backward reads the gates
+            "BLOCKS": config.near_blocks and config.chunk <= 32,
             "num_warps": config.near_warps,
             "num_stages": 1,
             "maxnreg": config.near_registers,

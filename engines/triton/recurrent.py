@@ -36,10 +36,10 @@ SCAN_TILE = 1024  # elements of the state in a scan's warp
 # Of decode, for K = 128: rows of the state in a program. Its one warp meets no barrier, of which
 # there are a dozen with more, one for every small sum.
 DECODE_ROWS = 8
-# Of several updates a token, whose vectors are then the larger share, and a 16-bit pool. Of the
-# copy rate at a batch of 128 (H200, commit a887359): 76.0 % against 70.1 with 8 rows, of 4 tokens
-# 68.1 against 59.6; in fp32 90.7 against 92.3.
-DECODE_ROWS_16BIT_UPDATES = 16
+# Of a 16-bit pool: half the bytes, and as many instructions, of which a program's first 400 do not
+# depend on its rows. As many registers as leave nine programs on a multiprocessor, 72 KB on the
+# way; 200 would leave ten, and spill in some.
+DECODE_ROWS_16BIT, REGISTERS_16BIT = 32, 224
 ACCEPT_BLOCK = 4096  # elements of a program
 UNIT = 8  # elements that strides of vectors are multiples of, wherever possible
 
@@ -212,6 +212,8 @@ def decode(
     dt_max: float | None = None,
     block_v: int | None = None,
     warps: int | None = None,
+    registers: int | None = None,
+    stream: bool = False,
     bind_only: bool = False,
 ) -> Launch:
     """T tokens of N sequences, for one: advance pool rows in place and write `out`.
@@ -229,14 +231,14 @@ def decode(
         out: Dense [1, N, HO, V] or [N, T, HO, V].
         states: Dense [N, T, HO, V, K], to be written with the state after every token; the pool is
             only read then.
-        block_v, warps: Launch shape, for tuning.
+        block_v, warps, registers: Launch shape, for tuning; 0 registers: as many as it takes.
+        stream: Tell the caches that no row of the pool is read again.
     """
     several = packed.dim() == 3
     N = packed.shape[0]
     _, HO, V, K = pool.shape
     block_k = max(power_of_2(K), 16)
-    updates_bound = substeps > 1 and pool.element_size() == 2
-    rows = DECODE_ROWS_16BIT_UPDATES if updates_bound else DECODE_ROWS
+    rows = DECODE_ROWS_16BIT if pool.element_size() == 2 else DECODE_ROWS
     if block_v is None:
         block_v = max(rows * 128 // block_k, 4)
     block_v = min(block_v, power_of_2(V))
@@ -247,6 +249,10 @@ def decode(
     limit = None
     if traits.delta and K == 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
         limit = 80 if substeps == 1 and traits.gate == "head" else 96
+    elif pool.element_size() == 2 and block_k * block_v == 4096 * warps and not guard:
+        limit = REGISTERS_16BIT
+    if registers is not None:
+        limit = registers or None
 
     def steps(x: torch.Tensor | None, several_updates: bool = False) -> tuple[int, ...]:
         """Strides of sequence, token, update if asked for, and head. One token's row stride is
@@ -286,9 +292,10 @@ def decode(
          *counted(s_z), *_skip(d), *counted([pool.stride(0)]), *_lead(0, 1, state_indices),
          *_lead(0, 1, has_initial_state)),
         {"HK": heads, "HO": HO, "K": K, "V": V, "NS": substeps, "BK": block_k, "BV": block_v,
-         "UNIT": unit, "PAD": 1, "GATE": gate if traits.delta else "ssd", "KEY_GATE": key_gate,
-         "DELTA": traits.delta, "ERASE_KEY": erase_key, "NORM": traits.delta,
-         "SIGMOID": traits.delta, "DOUBLE": double, "GUARD": guard, "SOFTPLUS": dt_softplus,
+         "UNIT": unit, "STREAM": stream, "PAD": 1, "GATE": gate if traits.delta else "ssd",
+         "KEY_GATE": key_gate, "DELTA": traits.delta, "ERASE_KEY": erase_key,
+         "NORM": traits.delta, "SIGMOID": traits.delta, "DOUBLE": double, "GUARD": guard,
+         "SOFTPLUS": dt_softplus,
          "num_warps": warps, "maxnreg": limit},
     )  # fmt: skip
     tokens = packed.shape[1] if several else 1

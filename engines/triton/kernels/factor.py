@@ -30,11 +30,14 @@ a power of two, as anchor while no exponent from the first row to it, or from it
 the pairing down to b = 1. Which of the two a row takes depends on rows up to it only.
 
 `factor_near_kernel` does the same, with one anchor, the chunk's middle, where every exponent from
-there stays below 2^100 and no gate grows by more than a quarter: gates to -4.3 a step. One lane a
-channel: rows come from memory and go there as they lie, sums of gates stay in registers, and tiles
-for products are put together without a move. Of other chunks, marked FAR, it makes the rows before
-the first that is out of reach, and leaves the rest to `factor_key_kernel`, which reads gates and
-factors of blocks back from memory: a chunk's later gates change no bit of its earlier rows.
+there stays below 2^100 and no gate grows by more than a quarter: gates to -4.3 a step. With BLOCKS,
+where that is not so, one or two blocks of 16 have their own middle rows as anchors, and what lies
+between them and the chunk's middle, a power of two, brings the same tiles there: gates to -8.6 a
+step. All anchors are integers, so which of the two a chunk takes changes no bit of a row. One lane
+a channel: rows come from memory and go there as they lie, sums of gates stay in registers, and
+tiles for products are put together without a move. Of other chunks, marked FAR, it makes the rows
+before the first that is out of reach, and leaves the rest to `factor_key_kernel`, which reads gates
+and factors of blocks back from memory: a chunk's later gates change no bit of its earlier rows.
 
 Tiles: [C, BK] operands, two [C, C] fp32 accumulators; C = 64, 4 warps, about 64 accumulator
 registers a thread, one or two stages of 2 C BK io elements in shared memory.
@@ -63,6 +66,8 @@ REACH = tl.constexpr(100.0)
 # Sums of gates from -248 on to which this is added become multiples of 2^-15, and their distance to
 # an integer is exact.
 GRID = tl.constexpr(504.0)
+# Least such sum: the distance of what is not below it to an anchor in reach is exact.
+LEAST = tl.constexpr(64.0)
 MIDDLE = tl.constexpr(7)
 # Stands for how much a chunk grows where `factor_near_kernel` leaves rows to `factor_key_kernel`:
 # times one more than the rows that it has made.
@@ -494,7 +499,7 @@ def _erase_row(i: tl.constexpr, erases, SIGMOID: tl.constexpr, DOUBLE: tl.conste
 
 
 @triton.jit
-def _one_anchor(
+def _anchored_scores(
     b_a,
     b_p,
     gates,
@@ -508,6 +513,8 @@ def _one_anchor(
     b_from,
     b_fe,
     b_fk,
+    b_le,
+    b_lk,
     scale,
     K: tl.constexpr,
     NORM: tl.constexpr,
@@ -519,33 +526,84 @@ def _one_anchor(
     WIDE: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Adds the scores of all pairs of the chunk, which meet at its middle, and stores E, Q, Kc.
-    What stands above the diagonal means nothing. b_from [1, BK]: the anchor, as gates count."""
+    """Adds the scores of all pairs of the chunk and stores E, Q, Kc, with anchors b_from [NB, BK],
+    as gates count, and what lies before and after them, b_fe and b_fk. What stands above the
+    diagonal means nothing.
+
+    Without b_le there is one anchor. With it each of two blocks has its own; b_le and b_lk bring
+    rows of the later and columns of the earlier from there to where b_fe and b_fk begin."""
     C: tl.constexpr = b_a.shape[0]
     # One operand after another: each leaves its registers before the next.
-    key = ()
+    tile = ()
+    link = ()
     for i in tl.static_range(16):
         b_k = _key_row(i, keys, p_f, NORM) * tl.exp2(b_from - gates[i])
-        key = key + (b_k.to(WIDE),)  # noqa: RUF005 (kernels cannot unpack)
+        tile = tile + (b_k.to(WIDE),)  # noqa: RUF005 (kernels cannot unpack)
+        if b_lk is not None:
+            b_k *= b_lk
+            link = link + (b_k.to(WIDE),)  # noqa: RUF005
         tl.store(p_kc + i * K, (b_k * b_fk).to(IO))
-    b_col = tl.trans(_tile(key))
-    row = ()
+    b_col = tl.trans(_tile(tile))
+    if b_lk is not None:
+        b_cl = tl.trans(_tile(link))
+        o_i = tl.arange(0, C)
+        m_link = o_i[:, None] // 16 > o_i[None, :] // 16
+    tile = ()
+    link = ()
     for i in tl.static_range(16):
         b_e = _key_row(i, keys, p_f, NORM)
         if ERASE_KEY:
             b_e *= _erase_row(i, erases, SIGMOID, DOUBLE)
         b_e *= tl.exp2(gates[i] - b_from)
-        row = row + (b_e.to(WIDE),)  # noqa: RUF005
+        tile = tile + (b_e.to(WIDE),)  # noqa: RUF005
+        if b_le is not None:
+            b_e *= b_le
+            link = link + (b_e.to(WIDE),)  # noqa: RUF005
         tl.store(p_e + i * K, (b_e * b_fe).to(IO))
-    b_a = tl.dot(_tile(row), b_col, b_a, input_precision=PREC)
+    b_s = tl.dot(_tile(tile), b_col, b_a, input_precision=PREC)
+    if b_le is not None:
+        b_s = tl.where(m_link, tl.dot(_tile(link), b_cl, b_a, input_precision=PREC), b_s)
+    b_a = b_s
     if QUERY:
-        row = ()
+        tile = ()
+        link = ()
         for i in tl.static_range(16):
             b_q = _key_row(i, queries, p_f + C, NORM) * tl.exp2(gates[i] - b_from)
-            row = row + (b_q.to(WIDE),)  # noqa: RUF005
+            tile = tile + (b_q.to(WIDE),)  # noqa: RUF005
+            if b_le is not None:
+                b_q *= b_le
+                link = link + (b_q.to(WIDE),)  # noqa: RUF005
             tl.store(p_qg + i * K, (b_q * (b_fe * scale)).to(IO))
-        b_p = tl.dot(_tile(row), b_col, b_p, input_precision=PREC)
+        b_s = tl.dot(_tile(tile), b_col, b_p, input_precision=PREC)
+        if b_le is not None:
+            b_s = tl.where(m_link, tl.dot(_tile(link), b_cl, b_p, input_precision=PREC), b_s)
+        b_p = b_s
     return b_a, b_p
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _served(places, b_last, b_anchor):
+    """Rows of a chunk before the first that its anchor does not serve, or those of its blocks where
+    that is None. Rows that hardly rise between the ends of blocks are near where these are: what
+    serves a chunk serves its rows."""
+    NB: tl.constexpr = b_last.shape[0]
+    o_n = tl.arange(0, NB)[:, None] * 16
+    b_served = tl.full(b_last.shape, 16 * NB, tl.int32)
+    for i in tl.static_range(16):
+        b_x = places[i]
+        if b_anchor is None:
+            m_row = (places[0 if i <= MIDDLE else MIDDLE] - b_x < REACH + 4.0) & (b_x > LEAST)
+        else:
+            m_row = tl.abs(b_x - b_anchor) < REACH + 4.0
+        m_row = m_row & (b_x - b_last < 0.251)
+        b_served = tl.where(m_row, b_served, tl.minimum(b_served, o_n + i))
+        b_last = b_x
+    return tl.min(b_served)
 
 
 @triton.jit
@@ -624,6 +682,7 @@ def factor_near_kernel(
     PREC: tl.constexpr,
     FOLD: tl.constexpr,
     KEEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
@@ -661,8 +720,8 @@ def factor_near_kernel(
 
     b_a = tl.zeros([C, C], tl.float32)
     b_p = tl.zeros([C, C], tl.float32)
-    rise = -float("inf")
-    served = C  # rows before the first that the anchor does not serve
+    rise = 0.0  # its sign is read: whether a channel grows
+    served = C  # rows before the first that no anchor serves
     for i_k in tl.range(0, K, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)[None, :]
         m_k = o_k >= 0
@@ -717,32 +776,50 @@ def factor_near_kernel(
             tl.store(p_f + NB * K, tl.exp2(b_after))
         tl.store(p_decay + o_k, tl.exp2(b_total))
 
-        # Gates that hardly grow: the ends are farthest from the anchor. NaN is not near.
-        b_off = b_before - b_first
-        m_near = (tl.abs(b_off) < REACH) & (tl.abs(b_off + b_run) < REACH) & (b_top < 0.25)
-        rise = tl.maximum(rise, tl.max(tl.where(m_near, b_total, FAR)))
-        # What a row is multiplied by depends on gates up to it, and on the anchor, an integer,
+        # What a row is multiplied by depends on gates up to it, and on its anchor, an integer,
         # through a power of two: what comes later changes no rounding.
         places = ()
         for i in tl.static_range(16):
             places = places + (sums[i] + (b_before + GRID),)  # noqa: RUF005
+        # Gates that hardly grow: the ends are farthest from the anchor. NaN is not near.
+        b_off = b_before - b_first
+        m_near = (tl.abs(b_off) < REACH) & (tl.abs(b_off + b_run) < REACH) & (b_top < 0.25)
+        m_serve = m_near
+        if BLOCKS:
+            m_serve = (places[0] - places[MIDDLE] < REACH) & (places[MIDDLE] - places[15] < REACH)
+            m_serve = m_near | (m_serve & (places[15] > LEAST + 4.0) & (b_top < 0.25))
+        # Where one anchor does not serve; where none does; what grows.
+        found = tl.where(m_near, 0, 1) + tl.where(m_serve, 0, 2) + tl.where(b_total > 0.0, 4, 0)
+        found = tl.reduce(found, None, _either)
+        if found & 4:
+            rise = 1.0
         b_anchor = tl.floor(tl.maximum(b_first, -REACH))
-        if rise >= FAR:
-            b_served = tl.full([NB, BK], C, tl.int32)
-            b_last = b_before + GRID
-            for i in tl.static_range(16):
-                # Rows that hardly rise between the ends of blocks are near where these are.
-                m_row = tl.abs(places[i] - (b_anchor + GRID)) < REACH + 4.0
-                m_row = m_row & (places[i] - b_last < 0.25)
-                b_served = tl.where(m_row, b_served, tl.minimum(b_served, o_nb * 16 + i))
-                b_last = places[i]
-            served = tl.minimum(served, tl.min(b_served))
+        if found & 2:
+            served = tl.minimum(
+                served, _served(places, b_before + GRID, None if BLOCKS else b_anchor + GRID)
+            )
         o_out = o_nb * (16 * K) + o_k
-        b_a, b_p = _one_anchor(
-            b_a, b_p, places, keys, erases, queries, p_x, p_e + o_out, p_qg + o_out,
-            p_kc + o_out, b_anchor + GRID, tl.exp2(b_anchor), tl.exp2(b_total - b_anchor),
-            scale, K, NORM, ERASE_KEY, QUERY, SIGMOID, DOUBLE, IO, WIDE, WIDE_PREC,
-        )  # fmt: skip
+        if BLOCKS and found & 1:
+            b_from = tl.floor(tl.maximum(places[MIDDLE], places[0] - REACH))
+            b_fe, b_le, b_lk = b_from - GRID, None, None
+            b_fk = b_fe
+            if NB == 2:
+                b_anchor = tl.floor(b_first)
+                b_le = tl.exp2(tl.where(o_nb == 1, b_fe - b_anchor, 0.0))
+                b_lk = tl.exp2(tl.where(o_nb == 0, b_anchor - b_fe, 0.0))
+                b_fk = tl.where(o_nb == 0, b_anchor, b_fe)
+                b_fe = tl.where(o_nb == 1, b_anchor, b_fe)
+            b_a, b_p = _anchored_scores(
+                b_a, b_p, places, keys, erases, queries, p_x, p_e + o_out, p_qg + o_out,
+                p_kc + o_out, b_from, tl.exp2(b_fe), tl.exp2(b_total - b_fk), b_le, b_lk, scale, K,
+                NORM, ERASE_KEY, QUERY, SIGMOID, DOUBLE, IO, WIDE, WIDE_PREC,
+            )  # fmt: skip
+        else:
+            b_a, b_p = _anchored_scores(
+                b_a, b_p, places, keys, erases, queries, p_x, p_e + o_out, p_qg + o_out,
+                p_kc + o_out, b_anchor + GRID, tl.exp2(b_anchor), tl.exp2(b_total - b_anchor),
+                None, None, scale, K, NORM, ERASE_KEY, QUERY, SIGMOID, DOUBLE, IO, WIDE, WIDE_PREC,
+            )  # fmt: skip
 
     if NORM:
         tl.debug_barrier()  # all have read the norms
@@ -761,7 +838,7 @@ def factor_near_kernel(
     if C >= 64:  # the last merge reads what is above the diagonal blocks of 16
         b_a = tl.where(o_i[:, None] >= o_i[None, :], b_a, 0.0)
     tl.store(p_x + o_tile, b_a)
-    if rise >= FAR:
+    if served < C:
         tl.debug_barrier()
         tl.store(p_x + C - 2, (served + 1.0) * FAR)
         return

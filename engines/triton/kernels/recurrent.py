@@ -14,9 +14,11 @@ rows while it works on this one. Small slices in one warp: no barrier, many prog
 
 `decode_kernel`: T tokens of each sequence, one as a rule, from packed post-convolution QKV, raw
 gates and strengths: normalizes, activates, updates a pool row in place, or writes the state after
-every token and leaves the pool, and writes the output. One program per (sequence, head, V-slice);
-every load is under way before the first is waited for, but those of the state wait for the pool
-index. Traffic is the state, read and written once; a tile has BV BK elements, 16 bytes a load.
+every token and leaves the pool, and writes the output. One program per (sequence, head, V-slice).
+Nothing but the pool index is waited for before the state is on its way; what does not need it, the
+token's factors, is found meanwhile. Traffic is the state, read and written once; a tile has BV BK
+elements, 16 bytes a load. Of a 16-bit pool tiles are larger: there instructions are as many and
+bytes half, so that what a program does once would count twice.
 
 `accept_kernel`: of the states after every token, the one after the last accepted token becomes the
 pool's row: a copy, 16 bytes a load.
@@ -117,6 +119,18 @@ def _update(
 @triton.jit
 def _vector(p_x, o_x, m_x):
     return tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _wide(b_x):
+    """In fp32. Of bf16 by bits: an instruction an element, where the conversion takes one and a
+    half."""
+    if b_x.dtype == tl.bfloat16:
+        b_w = b_x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        b_w = b_w.to(tl.float32, bitcast=True)
+    else:
+        b_w = b_x.to(tl.float32)
+    return b_w
 
 
 @triton.jit
@@ -344,7 +358,7 @@ def recurrent_kernel(
 
 @triton.jit
 def _updates(
-    b_s, b_q, b_ks, b_vs, b_bs, b_w, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr,
+    b_s, b_q, b_ks, b_vs, b_bs, b_w, b_kq, b_ke, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr,
     NS: tl.constexpr,
 ):  # fmt: skip
     """The state [BV, BK] after NS updates without decay, and its reading S q [BV].
@@ -356,48 +370,117 @@ def _updates(
     b_us = ()
     for i in tl.static_range(NS):
         if DELTA:
-            b_e = b_bs[i] * b_ks[i] if ERASE_KEY else b_ks[i]
+            b_e = b_bs[i] if ERASE_KEY else b_ks[i]
             b_r = tl.sum(b_s * b_e[None, :], axis=1)
             for j in tl.static_range(i):
-                b_r += tl.sum(b_ks[j] * b_e) * b_us[j]
+                b_r += b_ke[i * (i - 1) // 2 + j] * b_us[j]
             b_u = b_w * b_vs[i] - b_r if ERASE_KEY else b_bs[i] * (b_vs[i] - b_r)
         else:
             b_u = b_bs[i] * b_vs[i]
         b_us = b_us + (b_u,)
     for i in tl.static_range(NS):
-        b_o += tl.sum(b_ks[i] * b_q) * b_us[i]
+        b_o += b_kq[i] * b_us[i]
         b_s += b_us[i][:, None] * b_ks[i][None, :]
     return b_s, b_o
 
 
 @triton.jit
-def _token(
-    p_q, p_k, p_v, p_g, p_beta, p_w, p_z, m, s_bs, o_k, o_v, HK: tl.constexpr, HO: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, NS: tl.constexpr, KEY_GATE: tl.constexpr,
-    ERASE_KEY: tl.constexpr, DELTA: tl.constexpr,
+def _keys(
+    p_q, p_k, p_g, p_beta, m, s_bs, o_k, HK: tl.constexpr, K: tl.constexpr, NS: tl.constexpr,
+    KEY_GATE: tl.constexpr, ERASE_KEY: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Loads of a token where the scalar m holds: q, keys, values, strengths, gate, w and z."""
+    """A token's loads that no row of the state has to itself, as they are stored: q, keys,
+    strengths (gates where there are none), gate."""
     m_k = _only(o_k, m, K)
-    m_v = _only(o_v, m, V)
-    b_q = _vector(p_q, o_k, m_k)
+    b_q = tl.load(p_q + o_k, mask=m_k, other=0.0)
+    b_g = tl.load(p_g + o_k, mask=m_k, other=0.0) if KEY_GATE else tl.load(p_g, mask=m, other=0.0)
     b_ks = ()
-    b_vs = ()
     b_bs = ()
     for i in tl.static_range(NS):
-        b_ks = b_ks + (_vector(p_k, i * (HK * K) + o_k, m_k),)
-        b_vs = b_vs + (_vector(p_v, i * (HO * V) + o_v, m_v),)
+        b_ks = b_ks + (tl.load(p_k + i * (HK * K) + o_k, mask=m_k, other=0.0),)
         if ERASE_KEY:
-            b_bs = b_bs + (_vector(p_beta, i * s_bs + o_k, m_k),)
+            b_b = tl.load(p_beta + i * s_bs + o_k, mask=m_k, other=0.0)
         elif DELTA:
-            b_bs = b_bs + (tl.load(p_beta + i * s_bs, mask=m, other=0.0).to(tl.float32),)
-    b_g = _vector(p_g, o_k, m_k) if KEY_GATE else tl.load(p_g, mask=m, other=0.0).to(tl.float32)
+            b_b = tl.load(p_beta + i * s_bs, mask=m, other=0.0)
+        else:
+            b_b = b_g
+        b_bs = b_bs + (b_b,)
+    return b_q, b_ks, b_bs, b_g
+
+
+@triton.jit
+def _values(p_v, p_w, p_z, m, o_v, HO: tl.constexpr, V: tl.constexpr, NS: tl.constexpr):
+    """A token's loads for the rows of the state: values, w and z."""
+    m_v = _only(o_v, m, V)
+    b_vs = ()
+    for i in tl.static_range(NS):
+        b_vs = b_vs + (_vector(p_v, i * (HO * V) + o_v, m_v),)
     b_w = b_vs[0]
     if p_w is not None:
         b_w = _vector(p_w, o_v, m_v)
     b_z = b_vs[0]
     if p_z is not None:
         b_z = _vector(p_z, o_v, m_v)
-    return b_q, b_ks, b_vs, b_bs, b_g, b_w, b_z
+    return b_vs, b_w, b_z
+
+
+@triton.jit
+def _factors(
+    b_q, b_ks, b_bs, b_g, b_log, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k,
+    IO: tl.constexpr, NS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
+    ERASE_KEY: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
+    GUARD: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """What a token does to a state, whatever is in it: q, keys, strengths (what is erased, where
+    they have key channels), the decay, and the products of keys with q and of earlier keys with
+    what is erased."""
+    b_q = _unit(b_q.to(tl.float32), NORM) * scale
+    b_g = b_g.to(tl.float32)
+    if GATE == "ssd":
+        b_dt = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
+        b_g = b_rate * b_dt * LOG2E
+    else:
+        amp = tl.minimum(tl.exp2(b_log * LOG2E), 3e38)
+        b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
+    b_kn = ()
+    b_bn = ()
+    b_kq = ()
+    b_ke = ()
+    for i in tl.static_range(NS):
+        b_k = _unit(b_ks[i].to(tl.float32), NORM)
+        b_b = _strength(b_bs[i].to(tl.float32), SIGMOID, DOUBLE) if DELTA else b_dt
+        if GUARD:
+            b_b = _guard(b_b, b_k, b_g, m_k, IO)
+        if ERASE_KEY:
+            b_b = b_b * b_k
+        b_kq = b_kq + (tl.sum(b_k * b_q),)
+        if DELTA:
+            b_e = b_b if ERASE_KEY else b_k
+            for j in tl.static_range(i):
+                b_ke = b_ke + (tl.sum(b_kn[j] * b_e),)
+        b_kn = b_kn + (b_k,)
+        b_bn = b_bn + (b_b,)
+    return b_q, b_kn, b_bn, tl.exp2(b_g), b_kq, b_ke
+
+
+@triton.jit
+def _nothing(
+    scale, BK: tl.constexpr, NS: tl.constexpr, KEY_GATE: tl.constexpr, ERASE_KEY: tl.constexpr,
+    DELTA: tl.constexpr,
+):  # fmt: skip
+    """As many values as `_factors` returns, of the same shapes; what they are is no matter."""
+    b_x = tl.zeros([BK], tl.float32)
+    b_ks = ()
+    b_bs = ()
+    b_kq = ()
+    b_ke = ()
+    for i in tl.static_range(NS):
+        b_ks = b_ks + (b_x,)
+        b_bs = b_bs + (b_x if ERASE_KEY else scale,)
+        b_kq = b_kq + (scale,)
+        for _ in tl.static_range(i if DELTA else 0):
+            b_ke = b_ke + (scale,)
+    return b_x, b_ks, b_bs, b_x if KEY_GATE else scale, b_kq, b_ke
 
 
 def decode_kernel(
@@ -450,6 +533,7 @@ def decode_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     UNIT: tl.constexpr,
+    STREAM: tl.constexpr,
     PAD: tl.constexpr,
     GATE: tl.constexpr,
     KEY_GATE: tl.constexpr,
@@ -467,50 +551,46 @@ def decode_kernel(
     AT_Q: tl.constexpr = 0 if DELTA else HO * V + HK * K
     AT_K: tl.constexpr = HK * K if DELTA else HO * V
     AT_V: tl.constexpr = (1 + NS) * HK * K if DELTA else 0
-    pid = tl.program_id(0).to(tl.int64)
-    i_h = (pid // NV) % HO
-    i_n = pid // (NV * HO)
-    i_k = i_h // (HO // HK)
+    FIRST: tl.constexpr = "evict_first" if STREAM else ""
+    pid = tl.program_id(0)
+    # Products of 32 bits that are as wide as an address: one instruction.
+    i_n = (pid // (NV * HO)).to(tl.int64)
     i_s = tl.load(p_index + i_n * s_index).to(tl.int64)
+    i_h = (pid // NV % HO).to(tl.int64)
+    i_k = i_h // (HO // HK)
     o_k = tl.arange(0, BK)
-    o_v = (pid % NV).to(tl.int32) * BV + tl.arange(0, BV)
+    o_v = pid % NV * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
     # Strides of vectors are counted in UNIT elements, which tells how they are aligned.
     U_G: tl.constexpr = UNIT if KEY_GATE else 1
     U_B: tl.constexpr = UNIT if ERASE_KEY else 1
-    s_xt = s_xt * UNIT
-    s_gt = s_gt * U_G
     p_x += i_n * (s_xn * UNIT)
     p_q = p_x + (AT_Q + i_k * K)
     p_k = p_x + (AT_K + i_k * K)
     p_v = p_x + (AT_V + i_h * V)
     p_g += i_n * (s_gn * U_G) + i_h * (s_gh * U_G)
     if DELTA:
-        s_bt = s_bt * U_B
-        s_bs = s_bs * U_B
         p_beta += i_n * (s_bn * U_B) + i_h * (s_bh * U_B)
     if p_w is not None:
-        s_wt = s_wt * UNIT
         p_w += i_n * (s_wn * UNIT) + i_h * (s_wh * UNIT)
     if p_z is not None:
-        s_zt = s_zt * UNIT
         p_z += i_n * (s_zn * UNIT) + i_h * (s_zh * UNIT)
 
     # Everything but the state, while its row number is on the way.
-    b_q, b_ks, b_vs, b_bs, b_g, b_w, b_z = _token(
-        p_q, p_k, p_v, p_g, p_beta, p_w, p_z, T > 0, s_bs, o_k, o_v, HK, HO, K, V, NS, KEY_GATE,
-        ERASE_KEY, DELTA,
-    )  # fmt: skip
-    amp = amplitude(p_alog, i_h)
+    n_q, n_ks, n_bs, n_g = _keys(
+        p_q, p_k, p_g, p_beta, T > 0, s_bs * U_B, o_k, HK, K, NS, KEY_GATE, ERASE_KEY, DELTA
+    )
+    b_log = 0.0
+    if p_alog is not None:
+        b_log = tl.load(p_alog + i_h).to(tl.float32)
     if p_bias is None:
         b_bias = 0.0
     elif KEY_GATE:
         b_bias = _vector(p_bias, i_h * K + o_k, m_k)
     else:
         b_bias = tl.load(p_bias + i_h).to(tl.float32)
-    if p_d is not None:
-        b_d = _vector(p_d, i_h * s_dh + o_v * s_dv, m_v)
+    b_rate = 0.0
     if not DELTA:
         b_rate = tl.load(p_a + i_h).to(tl.float32)
 
@@ -522,60 +602,60 @@ def decode_kernel(
     o_tile = o_v[:, None] * K + o_k[None, :]
     p_s += i_s * (s_sn * UNIT) + i_h * (V * K)
     m_tile = _only(o_v, known, V)[:, None] & m_k[None, :]
-    b_s = tl.load(p_s + o_tile, mask=m_tile, other=0.0).to(tl.float32)
+    b_s = _wide(tl.load(p_s + o_tile, mask=m_tile, other=0.0, eviction_policy=FIRST))
     m_tile = _only(o_v, live, V)[:, None] & m_k[None, :]
-    p_o += (i_n * T * HO + i_h) * V
-    p_states += (i_n * T * HO + i_h) * (V * K)
+    b_vs, b_w, b_z = _values(p_v, p_w, p_z, T > 0, o_v, HO, V, NS)
+    if p_d is not None:
+        b_d = _vector(p_d, i_h * s_dh + o_v * s_dv, m_v)
+    # While the state is on the way: a block of its own, which nothing that waits for it enters.
+    if T > 0:
+        b_q, b_ks, b_bs, b_a, b_kq, b_ke = _factors(
+            n_q, n_ks, n_bs, n_g, b_log, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k, IO, NS,
+            GATE, DELTA, ERASE_KEY, NORM, SIGMOID, DOUBLE, GUARD, SOFTPLUS,
+        )  # fmt: skip
+    else:
+        b_q, b_ks, b_bs, b_a, b_kq, b_ke = _nothing(scale, BK, NS, KEY_GATE, ERASE_KEY, DELTA)
 
+    row = i_n * T * HO + i_h
     for i_t in range(0, T):
-        b_q = _unit(b_q, NORM) * scale
-        if GATE == "ssd":
-            b_dt = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
-            b_g = b_rate * b_dt * LOG2E
-        else:
-            b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
-        b_kn = ()
-        b_bn = ()
-        for i in tl.static_range(NS):
-            b_k = _unit(b_ks[i], NORM)
-            b_b = _strength(b_bs[i], SIGMOID, DOUBLE) if DELTA else b_dt
-            if GUARD:
-                b_b = _guard(b_b, b_k, b_g, m_k, IO)
-            b_kn = b_kn + (b_k,)
-            b_bn = b_bn + (b_b,)
         # The token's decay belongs to its first update.
-        b_a = tl.exp2(b_g)
         b_s = b_s * (b_a[None, :] if KEY_GATE else b_a)
-        b_s, b_o = _updates(b_s, b_q, b_kn, b_vs, b_bn, b_w, DELTA, ERASE_KEY, NS)
+        b_s, b_o = _updates(b_s, b_q, b_ks, b_vs, b_bs, b_w, b_kq, b_ke, DELTA, ERASE_KEY, NS)
         if p_d is not None:
             b_o += b_d * b_vs[0]
         if p_z is not None:
             b_o *= b_z * sigmoid(b_z)
         b_o = tl.where(live, b_o, 0.0)
-        tl.store(p_o + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
-        p_o += HO * V
+        tl.store(p_o + row * V + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
         if keep != 0:
-            tl.store(p_states + o_tile, b_s.to(p_states.dtype.element_ty), mask=m_tile)
-            p_states += HO * V * K
+            p_tile = p_states + row * (V * K) + o_tile
+            tl.store(p_tile, b_s.to(p_states.dtype.element_ty), mask=m_tile, eviction_policy=FIRST)
 
         # Not before the stores: a second set of rows in registers would cost more than it hides.
-        p_q += s_xt
-        p_k += s_xt
-        p_v += s_xt
-        p_g += s_gt
-        if DELTA:
-            p_beta += s_bt
-        if p_w is not None:
-            p_w += s_wt
-        if p_z is not None:
-            p_z += s_zt
-        b_q, b_ks, b_vs, b_bs, b_g, b_w, b_z = _token(
-            p_q, p_k, p_v, p_g, p_beta, p_w, p_z, i_t + 1 < T, s_bs, o_k, o_v, HK, HO, K, V, NS,
-            KEY_GATE, ERASE_KEY, DELTA,
-        )  # fmt: skip
+        i_u = i_t + 1
+        if i_u < T:
+            row += HO
+            at = i_u * s_xt.to(tl.int64) * UNIT
+            q_g = p_g + i_u * s_gt.to(tl.int64) * U_G
+            q_b, q_w, q_z = p_beta, p_w, p_z
+            if DELTA:
+                q_b = p_beta + i_u * s_bt.to(tl.int64) * U_B
+            if p_w is not None:
+                q_w = p_w + i_u * s_wt.to(tl.int64) * UNIT
+            if p_z is not None:
+                q_z = p_z + i_u * s_zt.to(tl.int64) * UNIT
+            n_q, n_ks, n_bs, n_g = _keys(
+                p_q + at, p_k + at, q_g, q_b, True, s_bs * U_B, o_k, HK, K, NS, KEY_GATE,
+                ERASE_KEY, DELTA,
+            )  # fmt: skip
+            b_vs, b_w, b_z = _values(p_v + at, q_w, q_z, True, o_v, HO, V, NS)
+            b_q, b_ks, b_bs, b_a, b_kq, b_ke = _factors(
+                n_q, n_ks, n_bs, n_g, b_log, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k, IO,
+                NS, GATE, DELTA, ERASE_KEY, NORM, SIGMOID, DOUBLE, GUARD, SOFTPLUS,
+            )  # fmt: skip
 
     if keep == 0:
-        tl.store(p_s + o_tile, b_s.to(p_s.dtype.element_ty), mask=m_tile)
+        tl.store(p_s + o_tile, b_s.to(p_s.dtype.element_ty), mask=m_tile, eviction_policy=FIRST)
 
 
 def _decode(scalars):

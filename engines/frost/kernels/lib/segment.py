@@ -14,9 +14,8 @@ and N, for which nothing is compiled.
 
 In workspace a slot and head have the state that grows from nothing over the segment, [V, K] fp32,
 and the map M that takes a state S over it, to S M, [K, K] in two bf16 parts. `kernels.link` writes
-the state that enters a segment in the place of the first. States are in an order that gives a thread
-16 bytes at a time both as it holds 64 rows in an accumulator [64, K] (`place`) and as it holds 32 in
-one [K, 32] (`strewn`): of rows r and r + 8, and of columns k and k + 8, the four that meet.
+the state that enters a segment in the place of the first. States are in the order of the registers
+that hold them, 64 rows by a warpgroup: `place`.
 """
 
 import cutlass
@@ -24,8 +23,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 __all__ = [
-    "count_of", "ends", "fresh", "gather", "keep", "load", "locate", "per_sequence", "place",
-    "rows_before", "scatter", "sequence", "slice_of", "store", "targets", "write",
+    "count_of", "ends", "fresh", "keep", "load", "locate", "per_sequence", "place", "rows_before",
+    "sequence", "slice_of", "store", "targets", "tiles", "write",
 ]  # fmt: skip
 
 
@@ -80,80 +79,46 @@ def ends(workspace: cute.Tensor, slots, heads, V: cutlass.Constexpr, K: cutlass.
     return cute.make_tensor(start, states), cute.make_tensor(low, maps)
 
 
+def tiles(states):
+    """States in that order, as TMA takes them: [256, K / 4, V / 64, heads, slots]."""
+    slots, heads, V, K = states.shape
+    per_slot, per_head = states.stride[:2]
+    return cute.make_tensor(
+        states.iterator,
+        cute.make_layout(
+            (256, K // 4, V // 64, heads, slots), stride=(1, 256, 64 * K, per_head, per_slot)
+        ),
+    )
+
+
 def place(states, slot, head, column, tid):
-    """Where a thread's part of 64 rows is: [4, vectors]."""
+    """Four registers at a time of a thread's part of 64 rows: [4, quads]."""
     K = states.shape[3]
     start = states[slot, head, None, None].iterator + column * (64 * K) + 4 * tid
-    return vectors(start, cute.make_layout((4, K // 8), stride=(1, 512)))
-
-
-def vectors(start, layout):
-    """fp32 in global memory, four at a time."""
-    pointer = cute.make_ptr(Float32, start.toint(), cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, layout)
-
-
-def register(v: int, e: int) -> int:
-    """Of an accumulator of 64 rows: which register is element e of vector v."""
-    return v % 2 + 2 * (e % 2) + 4 * (v // 2 * 2 + e // 2)
+    return cute.make_tensor(
+        cute.make_ptr(Float32, start.toint(), cute.AddressSpace.gmem, assumed_align=16),
+        cute.make_layout((4, K // 8), stride=(1, 512)),
+    )
 
 
 @cute.jit
 def load(source, registers):
     """A thread's part of 64 rows into an accumulator."""
     four = cute.make_rmem_tensor(4, Float32)
-    for v in cutlass.range_constexpr(cute.size(registers) // 4):
-        cute.autovec_copy(source[None, v], four)
+    for q in cutlass.range_constexpr(cute.size(registers) // 4):
+        cute.autovec_copy(source[None, q], four)
         for e in cutlass.range_constexpr(4):
-            registers[register(v, e)] = four[e]
+            registers[4 * q + e] = four[e]
 
 
 @cute.jit
 def store(registers, target):
     """An accumulator into a thread's part of 64 rows."""
     four = cute.make_rmem_tensor(4, Float32)
-    for v in cutlass.range_constexpr(cute.size(registers) // 4):
+    for q in cutlass.range_constexpr(cute.size(registers) // 4):
         for e in cutlass.range_constexpr(4):
-            four[e] = registers[register(v, e)]
-        cute.autovec_copy(four, target[None, v])
-
-
-def strewn(states, slot, head, row, tid):
-    """Where a thread's part of 32 rows is, from `row` on, that are the columns of an accumulator
-    [K, 32]: [4, vectors]."""
-    K = states.shape[3]
-    lane, warp = tid % 32, tid // 32
-    first = row // 64 * (64 * K) + row % 64 // 16 * 128
-    first += 1024 * warp + 512 * (lane // 4 % 2) + 4 * (lane % 4 * 8 + lane // 8)
-    start = states[slot, head, None, None].iterator + first
-    return vectors(start, cute.make_layout((4, (2, 2)), stride=(1, (16, 128))))
-
-
-def turned_register(v: int, e: int) -> int:
-    """The same as `register` of an accumulator [K, 32]."""
-    return v % 2 + 2 * (e // 2) + 4 * (v // 2 * 2 + e % 2)
-
-
-@cute.jit
-def gather(states, slot, head, row, tid, registers):
-    """A thread's part of 32 rows into an accumulator of their transpose."""
-    source = strewn(states, slot, head, row, tid)
-    four = cute.make_rmem_tensor(4, Float32)
-    for v in cutlass.range_constexpr(4):
-        cute.autovec_copy(source[None, v], four)
-        for e in cutlass.range_constexpr(4):
-            registers[turned_register(v, e)] = four[e]
-
-
-@cute.jit
-def scatter(registers, states, slot, head, row, tid):
-    """An accumulator of 32 rows' transpose to where their state is kept."""
-    target = strewn(states, slot, head, row, tid)
-    four = cute.make_rmem_tensor(4, Float32)
-    for v in cutlass.range_constexpr(4):
-        for e in cutlass.range_constexpr(4):
-            four[e] = registers[turned_register(v, e)]
-        cute.autovec_copy(four, target[None, v])
+            four[e] = registers[4 * q + e]
+        cute.autovec_copy(four, target[None, q])
 
 
 @cute.jit
