@@ -108,17 +108,19 @@ def test_softplus_gate_of_kda(device):
     torch.testing.assert_close(pool[slots.long()].double(), S, rtol=1e-5, atol=1e-5)
 
 
+# 33 of 4 x 128 rows: 32 rows a program for 16-bit pools, alone 8.
+@pytest.mark.parametrize(("dtype", "size", "B"), [(F32, 16, 9), (BF16, 128, 33)], ids=str)
 @families
 @devices
-def test_the_same_row_in_any_batch(device, family):
+def test_the_same_row_in_any_batch(device, family, dtype, size, B):
     """A sequence's bits depend on that sequence alone."""
-    _, args, extra = decode_inputs(family, device, BF16, B=9)
-    base = torch.randn(10, 4, 16, 16, device=device)
+    _, args, extra = decode_inputs(family, device, BF16, B=B, K=size, V=size)
+    base = torch.randn(B + 1, 4, size, size, device=device).to(dtype)
     pool = base.clone()
-    slots = I32(list(range(1, 10))).to(device)
+    slots = I32(list(range(1, B + 1))).to(device)
     whole = DECODE[family](*args, pool, slots, **extra)
     rows = {"packed": 0}
-    for i in (0, 8):
+    for i in (0, B - 1):
         cut = [
             t[i : i + 1] if n in rows else t[:, i : i + 1] if t.dim() > 2 else t
             for n, t in zip(["packed", *[""] * (len(args) - 1)], args, strict=True)

@@ -40,6 +40,9 @@ DECODE_ROWS = 8
 # depend on its rows. As many registers as leave nine programs on a multiprocessor, 72 KB on the
 # way; 200 would leave ten, and spill in some.
 DECODE_ROWS_16BIT, REGISTERS_16BIT = 32, 224
+# Of a batch, all heads: with fewer, half of an H200's 528 schedulers would have no program of 32
+# rows, and what counts is how long a program takes.
+FEW_ROWS = 528 * DECODE_ROWS_16BIT // 2
 ACCEPT_BLOCK = 4096  # elements of a program
 UNIT = 8  # elements that strides of vectors are multiples of, wherever possible
 
@@ -238,7 +241,8 @@ def decode(
     N = packed.shape[0]
     _, HO, V, K = pool.shape
     block_k = max(power_of_2(K), 16)
-    rows = DECODE_ROWS_16BIT if pool.element_size() == 2 else DECODE_ROWS
+    few = N * HO * V < FEW_ROWS
+    rows = DECODE_ROWS_16BIT if pool.element_size() == 2 and not few else DECODE_ROWS
     if block_v is None:
         block_v = max(rows * 128 // block_k, 4)
     block_v = min(block_v, power_of_2(V))
@@ -247,10 +251,11 @@ def decode(
 
     # As many as it takes without spilling; left alone, some families take a third more.
     limit = None
-    if traits.delta and K == 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
+    if pool.element_size() == 2:
+        if K == 128 and V % block_v == 0 and block_v == 32 * warps and not guard:
+            limit = REGISTERS_16BIT
+    elif traits.delta and K == 128 and block_k * block_v <= 1024 * warps and substeps <= 2:
         limit = 80 if substeps == 1 and traits.gate == "head" else 96
-    elif pool.element_size() == 2 and block_k * block_v == 4096 * warps and not guard:
-        limit = REGISTERS_16BIT
     if registers is not None:
         limit = registers or None
 

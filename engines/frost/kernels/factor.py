@@ -81,7 +81,13 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         pipe_b.producer_acquire(at_b)
         mine = key_factors(sig, numbers, turn, warp * 16 + lane // 4)
         cute.nvgpu.warpgroup.wait_group(0)
-        keep(sig, kk, masked, rest, blocks[None, at_b.index], mine, numbers, turn, lane, warp)
+        inverted = blocks[None, at_b.index]
+        if cutlass.const_expr(sig.unrolled):
+            for w in cutlass.range_constexpr(4):
+                if warp == w:
+                    keep(sig, kk, masked, rest, inverted, mine, numbers, turn, lane, w)
+        else:
+            keep(sig, kk, masked, rest, inverted, mine, numbers, turn, lane, warp)
         if lane < 16:
             blocks[4 * inverse.NUMBERS + 16 * warp + lane, at_b.index] = strengths[
                 16 * warp + lane, turn
@@ -124,8 +130,13 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             cute.nvgpu.warpgroup.wait_group(0)
             pipe_k.consumer_release(at_k)
             pipe_q.consumer_release(at_q)
-            if warp < sig.queries // 16:
+            if cutlass.const_expr(sig.unrolled):
+                for w in cutlass.range_constexpr(sig.queries // 16):
+                    if warp == w:
+                        mask(sig, qk, masked, rest, numbers, scale, turn, lane, w)
+            elif warp < sig.queries // 16:
                 mask(sig, qk, masked, rest, numbers, scale, turn, lane, warp)
+            if warp < sig.queries // 16:
                 cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
                 if cutlass.const_expr(sig.split):
                     cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
@@ -202,8 +213,9 @@ def query_factor(sig: cutlass.Constexpr, numbers, scale, turn, row):
     return numbers.sums[sig.n * row + sig.n - 1, turn], query
 
 
-# Rows of a warp are 16 of C. Of blocks of as many columns it takes those that it has entries in, by
-# a branch: warps that have code each would not find it in the instruction cache.
+# Rows of a warp are 16 of C. Of blocks of as many columns it takes those that it has entries in:
+# by a branch, or, where that was not faster, in code of its own, of which the instruction cache
+# holds less.
 
 
 @cute.jit

@@ -164,6 +164,11 @@ def load(sig: cutlass.Constexpr, atoms, views, tiles, ring, line, head, column):
     )
     rows = cute.local_tile(views[1], (256, sig.K // 4), (0, 0, of_state, head, None))
     to_state, from_state = ragged.partition(atoms[1], tiles[1], rows)
+    for s in cutlass.range(start + sig.stages, last, unroll=1):  # what opened wrote it a while ago
+        slot = base + step * s
+        for part in cutlass.range_constexpr(2):
+            cute.prefetch(atoms[0], from_map[None, part, slot])
+        cute.prefetch(atoms[1], from_state[None, slot])
     at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages)
     for s in cutlass.range(start, last, unroll=1):
         slot = base + step * s

@@ -77,16 +77,6 @@ def _merge(b_x, b_a, PREC: tl.constexpr):
 
 
 @triton.jit
-def _four(p_x):
-    """Every lane's number and the three after it, in one load."""
-    b_x = tl.load(p_x[:, None] + tl.arange(0, 4)[None, :])
-    b_02, b_13 = tl.split(tl.reshape(b_x, [p_x.shape[0], 2, 2]))
-    b_0, b_2 = tl.split(b_02)
-    b_1, b_3 = tl.split(b_13)
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
 def invert_in_memory(p_x, R: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr):
     """Writes (I + A)^-1 over each of R // C strictly lower fp32 tiles A [C, C], stacked at p_x.
 
@@ -104,11 +94,8 @@ def invert_in_memory(p_x, R: tl.constexpr, C: tl.constexpr, PREC: tl.constexpr):
     rows = (tl.where(o_c == 0, 1.0, 0.0),)
     for i in tl.static_range(1, 16):
         b_row = tl.where(o_c == i, 1.0, 0.0)  # [R]
-        for q in tl.static_range((i + 3) // 4):
-            four = _four(p_leaf + (i * C + 4 * q))
-            for j in tl.static_range(4):
-                if 4 * q + j < i:
-                    b_row -= four[j] * rows[4 * q + j]
+        for j in tl.static_range(i):
+            b_row -= tl.load(p_leaf + (i * C + j)) * rows[j]
         rows = rows + (b_row,)  # noqa: RUF005 (kernels cannot unpack)
     tl.debug_barrier()
     for i in tl.static_range(16):

@@ -15,8 +15,8 @@ rows while it works on this one. Small slices in one warp: no barrier, many prog
 `decode_kernel`: T tokens of each sequence, one as a rule, from packed post-convolution QKV, raw
 gates and strengths: normalizes, activates, updates a pool row in place, or writes the state after
 every token and leaves the pool, and writes the output. One program per (sequence, head, V-slice).
-Nothing but the pool index is waited for before the state is on its way; what does not need it, the
-token's factors, is found meanwhile. Traffic is the state, read and written once; a tile has BV BK
+All but the state is asked for before the first wait, for the pool index; the token's factors are
+found while the state is on its way. Traffic is the state, read and written once; a tile has BV BK
 elements, 16 bytes a load. Of a 16-bit pool tiles are larger: there instructions are as many and
 bytes half, so that what a program does once would count twice.
 
@@ -410,23 +410,32 @@ def _keys(
 
 @triton.jit
 def _values(p_v, p_w, p_z, m, o_v, HO: tl.constexpr, V: tl.constexpr, NS: tl.constexpr):
-    """A token's loads for the rows of the state: values, w and z."""
+    """A token's loads for the rows of the state, as they are stored: values, w and z."""
     m_v = _only(o_v, m, V)
     b_vs = ()
     for i in tl.static_range(NS):
-        b_vs = b_vs + (_vector(p_v, i * (HO * V) + o_v, m_v),)
+        b_vs = b_vs + (tl.load(p_v + i * (HO * V) + o_v, mask=m_v, other=0.0),)
     b_w = b_vs[0]
     if p_w is not None:
-        b_w = _vector(p_w, o_v, m_v)
+        b_w = tl.load(p_w + o_v, mask=m_v, other=0.0)
     b_z = b_vs[0]
     if p_z is not None:
-        b_z = _vector(p_z, o_v, m_v)
+        b_z = tl.load(p_z + o_v, mask=m_v, other=0.0)
     return b_vs, b_w, b_z
 
 
 @triton.jit
+def _floats(b_vs, b_w, b_z, NS: tl.constexpr):
+    """What `_values` loaded, in fp32."""
+    b_xs = ()
+    for i in tl.static_range(NS):
+        b_xs = b_xs + (b_vs[i].to(tl.float32),)
+    return b_xs, b_w.to(tl.float32), b_z.to(tl.float32)
+
+
+@triton.jit
 def _factors(
-    b_q, b_ks, b_bs, b_g, b_log, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k,
+    b_q, b_ks, b_bs, b_g, amp, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k,
     IO: tl.constexpr, NS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
     ERASE_KEY: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr,
     GUARD: tl.constexpr, SOFTPLUS: tl.constexpr,
@@ -440,7 +449,6 @@ def _factors(
         b_dt = step_size(b_g + b_bias, dt_min, dt_max, SOFTPLUS)
         b_g = b_rate * b_dt * LOG2E
     else:
-        amp = tl.minimum(tl.exp2(b_log * LOG2E), 3e38)
         b_g = _log2_gate(b_g, amp, lower, b_bias, GATE)
     b_kn = ()
     b_bn = ()
@@ -555,7 +563,7 @@ def decode_kernel(
     pid = tl.program_id(0)
     # Products of 32 bits that are as wide as an address: one instruction.
     i_n = (pid // (NV * HO)).to(tl.int64)
-    i_s = tl.load(p_index + i_n * s_index).to(tl.int64)
+    i_s = tl.load(p_index + i_n * s_index)
     i_h = (pid // NV % HO).to(tl.int64)
     i_k = i_h // (HO // HK)
     o_k = tl.arange(0, BK)
@@ -577,46 +585,60 @@ def decode_kernel(
     if p_z is not None:
         p_z += i_n * (s_zn * UNIT) + i_h * (s_zh * UNIT)
 
-    # Everything but the state, while its row number is on the way.
+    # Everything but the state, as it is stored, while its row number is on the way.
     n_q, n_ks, n_bs, n_g = _keys(
         p_q, p_k, p_g, p_beta, T > 0, s_bs * U_B, o_k, HK, K, NS, KEY_GATE, ERASE_KEY, DELTA
     )
-    b_log = 0.0
-    if p_alog is not None:
-        b_log = tl.load(p_alog + i_h).to(tl.float32)
-    if p_bias is None:
-        b_bias = 0.0
-    elif KEY_GATE:
-        b_bias = _vector(p_bias, i_h * K + o_k, m_k)
-    else:
-        b_bias = tl.load(p_bias + i_h).to(tl.float32)
-    b_rate = 0.0
-    if not DELTA:
-        b_rate = tl.load(p_a + i_h).to(tl.float32)
-
-    live = (i_s >= PAD) & (i_s < P)
-    i_s = tl.where(live, i_s, 0)
-    known = live
-    if p_has is not None:
-        known = live & (tl.load(p_has + i_n * s_has) != 0)
-    o_tile = o_v[:, None] * K + o_k[None, :]
-    p_s += i_s * (s_sn * UNIT) + i_h * (V * K)
-    m_tile = _only(o_v, known, V)[:, None] & m_k[None, :]
-    b_s = _wide(tl.load(p_s + o_tile, mask=m_tile, other=0.0, eviction_policy=FIRST))
-    m_tile = _only(o_v, live, V)[:, None] & m_k[None, :]
     b_vs, b_w, b_z = _values(p_v, p_w, p_z, T > 0, o_v, HO, V, NS)
+    if p_alog is not None:
+        b_log = tl.load(p_alog + i_h)
+    if p_bias is None:
+        b_bias = tl.zeros([], tl.float32)
+    elif KEY_GATE:
+        b_bias = tl.load(p_bias + i_h * K + o_k, mask=m_k, other=0.0)
+    else:
+        b_bias = tl.load(p_bias + i_h)
+    b_rate = scale
+    if not DELTA:
+        b_rate = tl.load(p_a + i_h)
     if p_d is not None:
-        b_d = _vector(p_d, i_h * s_dh + o_v * s_dv, m_v)
+        b_d = tl.load(p_d + i_h * s_dh + o_v * s_dv, mask=m_v, other=0.0)
+    if p_has is not None:
+        has = tl.load(p_has + i_n * s_has) != 0
+    row = i_n * T * HO + i_h
+    # A branch, so that no load above comes after the wait for the row number: within a block the
+    # assembler puts them where it likes.
+    if (i_s < PAD) | (i_s >= P):
+        for _ in range(0, T):
+            tl.store(p_o + row * V + o_v, tl.zeros([BV], p_o.dtype.element_ty), mask=m_v)
+            row += HO
+        return
+
+    o_tile = o_v[:, None] * K + o_k[None, :]
+    p_s += i_s.to(tl.int64) * (s_sn * UNIT) + i_h * (V * K)
+    m_tile = m_v[:, None] & m_k[None, :]
+    m_0 = m_tile
+    if p_has is not None:
+        m_0 = _only(o_v, has, V)[:, None] & m_k[None, :]
+    b_s = _wide(tl.load(p_s + o_tile, mask=m_0, other=0.0, eviction_policy=FIRST))
+    b_vs, b_w, b_z = _floats(b_vs, b_w, b_z, NS)
+    b_bias, b_rate = b_bias.to(tl.float32), b_rate.to(tl.float32)
+    if p_alog is not None:
+        b_log = b_log.to(tl.float32)
+    if p_d is not None:
+        b_d = b_d.to(tl.float32)
     # While the state is on the way: a block of its own, which nothing that waits for it enters.
+    amp = tl.full([], 1.0, tl.float32)
     if T > 0:
+        if p_alog is not None:
+            amp = tl.minimum(tl.exp2(b_log * LOG2E), 3e38)  # as `amplitude` of gate.py
         b_q, b_ks, b_bs, b_a, b_kq, b_ke = _factors(
-            n_q, n_ks, n_bs, n_g, b_log, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k, IO, NS,
+            n_q, n_ks, n_bs, n_g, amp, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k, IO, NS,
             GATE, DELTA, ERASE_KEY, NORM, SIGMOID, DOUBLE, GUARD, SOFTPLUS,
         )  # fmt: skip
     else:
         b_q, b_ks, b_bs, b_a, b_kq, b_ke = _nothing(scale, BK, NS, KEY_GATE, ERASE_KEY, DELTA)
 
-    row = i_n * T * HO + i_h
     for i_t in range(0, T):
         # The token's decay belongs to its first update.
         b_s = b_s * (b_a[None, :] if KEY_GATE else b_a)
@@ -625,7 +647,6 @@ def decode_kernel(
             b_o += b_d * b_vs[0]
         if p_z is not None:
             b_o *= b_z * sigmoid(b_z)
-        b_o = tl.where(live, b_o, 0.0)
         tl.store(p_o + row * V + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
         if keep != 0:
             p_tile = p_states + row * (V * K) + o_tile
@@ -649,8 +670,9 @@ def decode_kernel(
                 ERASE_KEY, DELTA,
             )  # fmt: skip
             b_vs, b_w, b_z = _values(p_v + at, q_w, q_z, True, o_v, HO, V, NS)
+            b_vs, b_w, b_z = _floats(b_vs, b_w, b_z, NS)
             b_q, b_ks, b_bs, b_a, b_kq, b_ke = _factors(
-                n_q, n_ks, n_bs, n_g, b_log, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k, IO,
+                n_q, n_ks, n_bs, n_g, amp, lower, b_bias, b_rate, scale, dt_min, dt_max, m_k, IO,
                 NS, GATE, DELTA, ERASE_KEY, NORM, SIGMOID, DOUBLE, GUARD, SOFTPLUS,
             )  # fmt: skip
 
