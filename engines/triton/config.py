@@ -133,14 +133,15 @@ def choose(problem: Problem, knobs: Mapping[str, int | str]) -> Config:
     if not wide and chunk <= 32:
         factor_warps = 1 if key_gate else 2
     near_k = min(size["K"], int(knobs.get("near_k", 128)))
+    # For strong gates (about -5) KDA's forward of 8192 steps and 64 heads took 0.87 ms with anchors
+    # a block and 1.25 without, for slow ones 0.84 and 0.80. GDN-2, with one operand more, lost 0.13
+    # of 1.26 under slow ones.
+    near_blocks = bool(int(knobs.get("near_blocks", problem.traits.erase != "key")))
     # Three programs an SM, or as many registers as it takes not to spill.
     near_registers = 0 if large or problem.io_dtype == torch.float16 else 168
-    near_blocks = bool(int(knobs.get("near_blocks", 1)))
     plain = problem.traits.erase != "key" and not near_blocks
     if near_registers and problem.arch >= 90 and size["K"] == 128 and plain:
-        # Four: 0.327 ms instead of 0.345 for KDA of 8192 steps and 64 heads on an H200. GDN-2, with
-        # one operand more, took 0.754 instead of 0.686, and anchors a block spill.
-        near_registers = 128
+        near_registers = 128  # four
     split = _split(problem, knobs)
     # Products in two parts there spill a wider slice.
     block_v = 16 if wide else 32 if split and no_wgmma else 64

@@ -40,9 +40,9 @@ DECODE_ROWS = 8
 # depend on its rows. As many registers as leave nine programs on a multiprocessor, 72 KB on the
 # way; 200 would leave ten, and spill in some.
 DECODE_ROWS_16BIT, REGISTERS_16BIT = 32, 224
-# Of a batch, all heads: with fewer, half of an H200's 528 schedulers would have no program of 32
+# Of a batch, all heads: with fewer, some of an H200's 528 schedulers would have no program of 32
 # rows, and what counts is how long a program takes.
-FEW_ROWS = 528 * DECODE_ROWS_16BIT // 2
+FEW_ROWS = 528 * DECODE_ROWS_16BIT
 ACCEPT_BLOCK = 4096  # elements of a program
 UNIT = 8  # elements that strides of vectors are multiples of, wherever possible
 

@@ -6,10 +6,11 @@ H_s and M_s are the state and the map at the end of segment s (`kernels.forward`
 is written in the place of H_s, and the phase close starts from it. A summary wants the last state
 instead and, from the unit matrix, the product of all maps: rows below V.
 
-One CTA for a sequence, a head and 64 rows, serial over segments: a warpgroup has the rows in
-registers, where they are the operand of wgmma in two bf16 parts; M, in two parts, and H come
-through TMA, asked for by one more warp. Three of the four products of parts are taken: 2^-17 of S M
-is lost. At K = 128: two stages of 96 KB of shared memory.
+One CTA for a sequence, a head and 32 rows, serial over segments. It works on the transpose, whose
+rows wgmma asks 64 of: a warpgroup has 64 columns of S in registers, M is read from shared memory as
+it is stored, and S passes through it in two bf16 parts, once a segment. M comes in two parts, too,
+through TMA up to three segments ahead, H by plain loads one ahead. Three of the four products of
+parts are taken: 2^-17 of S M is lost. At K = 128: 224 KB of shared memory.
 
 Chained to the kernel that opens segments: it is resident before that ends, and waits for it.
 """
@@ -21,18 +22,19 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from lagraph.engines.frost.kernels.lib import fake, product, ragged, segment
 from lagraph.engines.frost.kernels.shared import loaded
-from lagraph.engines.frost.kernels.tile import CHAINED, SLICE
+from lagraph.engines.frost.kernels.tile import CHAINED
 from lagraph.engines.frost.signature import Signature
 
 __all__ = ["SIGNATURES", "Link"]
 
-WARPS = 4  # that carry; one more loads
+ROWS = 32  # of a CTA
+STAGES = 3
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,11 @@ class Link(Signature):
     @property
     def blocks(self) -> int:
         """CTAs of a sequence and head."""
-        return (self.V + (self.K if self.transition else 0)) // SLICE
+        return (self.V + (self.K if self.transition else 0)) // ROWS
 
     @property
-    def stages(self) -> int:
-        """Segments in shared memory."""
-        return 256 // self.K
+    def threads(self) -> int:
+        return 2 * self.K
 
     @property
     def from_nothing(self) -> bool:
@@ -95,35 +96,36 @@ class LinkKernel:
         self, T: Int32, HO: Int32, cu: cute.Tensor, initial, index, final, transition,
         workspace: cute.Tensor, span: Int32, less: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        sig, op = self.sig, cpasync.CopyBulkTensorTileG2SOp()
+        sig = self.sig
         steps, N = T * sig.n, cu.shape[0] - 1
         slots = steps // span + N * segment.per_sequence(less)
         states, maps = segment.ends(workspace, slots, HO, sig.V, sig.K)
-        laid = (
-            ragged.swizzled(BFloat16, sig.K, sig.K, 2 * sig.stages),
-            cute.make_layout((256, sig.K // 4, sig.stages), stride=(1, 256, SLICE * sig.K)),
+        laid = ragged.swizzled(BFloat16, sig.K, sig.K, 2 * STAGES)
+        atom, view = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), maps, cute.select(laid, [0, 1]), (sig.K, sig.K)
         )
-        flat = cute.select(laid[0], [0, 1]), cute.select(laid[1], [0, 1])
-        M = cpasync.make_tiled_tma_atom(op, maps, flat[0], (sig.K, sig.K))
-        H = cpasync.make_tiled_tma_atom(op, segment.tiles(states), flat[1], (256, sig.K // 4))
         self.kernel(
-            (M[0], H[0]), (M[1], H[1]), steps, HO, cu, (initial, index, final, transition), states,
-            span, less, laid,
+            atom, view, steps, HO, cu, initial, index, final, transition, states, span, less, laid,
+            ragged.swizzled(BFloat16, ROWS, sig.K, 4),
         ).launch(
-            grid=(N * HO * sig.blocks, 1, 1), block=(32 * (WARPS + 1), 1, 1), use_pdl=CHAINED,
+            grid=(N * HO * sig.blocks, 1, 1), block=(sig.threads, 1, 1), use_pdl=CHAINED,
             stream=stream,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, atoms: tuple, views: tuple, steps: Int32, HO: Int32, cu: cute.Tensor, given: tuple,
-        states: cute.Tensor, span: Int32, less: Int32, laid: tuple,
+        self, atom: cute.CopyAtom, view: cute.Tensor, steps: Int32, HO: Int32, cu: cute.Tensor,
+        initial, index, final, transition, states: cute.Tensor, span: Int32, less: Int32,
+        laid: cute.ComposedLayout, laid_rows: cute.ComposedLayout,
     ):  # fmt: skip
         sig = self.sig
         cute.arch.griddepcontrol_launch_dependents()
         block, _, _ = cute.arch.block_idx()
+        tid, _, _ = cute.arch.thread_idx()
+        first_warp = cute.arch.make_warp_uniform(tid // 32) == 0
         seq, head = block // (sig.blocks * HO), (block // sig.blocks) % HO
-        column = block % sig.blocks  # from V / 64 on, rows of the map
+        column = block % sig.blocks  # from V on, rows of the map
+        is_map = column * ROWS >= sig.V
         begin, end = segment.sequence(cu, seq, steps, sig.n)
         base = begin // span + segment.per_sequence(less) * seq
         last = segment.count_of(begin, end, span, less)
@@ -134,121 +136,120 @@ class LinkKernel:
             last -= 1
         elif begin == end:  # without steps a state passes through, to the bit
             last = Int32(0)
-        start = Int32(0)
-        if cutlass.const_expr(sig.from_nothing):  # H is where the first segment ends
-            start = cutlass.min(last, Int32(1))
-        line = base, step, start, last
 
         smem = SmemAllocator()
-        bars = smem.allocate_array(Int64, 2 * sig.stages)
-        maps = smem.allocate_tensor(BFloat16, laid[0].outer, 1024, laid[0].inner)
-        grown = smem.allocate_tensor(Float32, laid[1], 1024)
-        ring = loaded(bars, sig.stages, 4 * sig.K * (sig.K + SLICE), WARPS)
+        bars = smem.allocate_array(Int64, 2 * STAGES)
+        tile = smem.allocate_tensor(BFloat16, laid.outer, 1024, laid.inner)
+        rows = smem.allocate_tensor(BFloat16, laid_rows.outer, 1024, laid_rows.inner)
+        ring = loaded(bars, STAGES, 2 * sig.K * sig.K * 2, sig.K // 16)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:
-            cute.arch.griddepcontrol_wait()
-            load(sig, atoms, views, (maps, grown), ring, line, head, column)
-        else:
-            carry(sig, (maps, grown), ring, line, given, states, seq, head, column)
+        to, source = ragged.partition(
+            atom, tile, cute.local_tile(view, (sig.K, sig.K), (0, 0, None, head, None))
+        )
 
+        by_row = product.of_turned(BFloat16, ROWS, sig.K // 64)
+        thread = by_row.get_slice(tid)
+        M = thread.make_fragment_A(thread.partition_A(product.transposed(tile)))
+        operand = thread.make_fragment_B(thread.partition_B(rows))
+        S = product.accumulator(thread, sig.K, ROWS)
+        H = product.accumulator(thread, sig.K, ROWS)
+        ahead = cute.make_rmem_tensor(H.shape, Float32)
+        high = cute.make_rmem_tensor(H.shape, BFloat16)
+        low = cute.make_rmem_tensor(H.shape, BFloat16)
+        store = product.storer(BFloat16, by_row, transpose=True)
+        to_rows = store.get_slice(tid)
+        parts = to_rows.partition_D(product.transposed(rows))
+        at_state = column % (sig.V // ROWS)  # a map's is not used
+        unit = thread.partition_C(cute.make_identity_tensor((sig.K, ROWS)))
+        if cutlass.const_expr(final is not None):
+            ours = turned(thread, final, seq, head, column)
+        if cutlass.const_expr(transition is not None):
+            theirs = turned(thread, transition, seq, head, column - sig.V // ROWS)
 
-@cute.jit
-def load(sig: cutlass.Constexpr, atoms, views, tiles, ring, line, head, column):
-    """One warp: both parts of every segment's map, and 64 rows of H. A map's CTA has no use for
-    these, but for one ring."""
-    base, step, start, last = line
-    of_state = column % (sig.V // SLICE)
-    to_map, from_map = ragged.partition(
-        atoms[0], tiles[0], cute.local_tile(views[0], (sig.K, sig.K), (0, 0, None, head, None))
-    )
-    rows = cute.local_tile(views[1], (256, sig.K // 4), (0, 0, of_state, head, None))
-    to_state, from_state = ragged.partition(atoms[1], tiles[1], rows)
-    for s in cutlass.range(start + sig.stages, last, unroll=1):  # what opened wrote it a while ago
-        slot = base + step * s
-        for part in cutlass.range_constexpr(2):
-            cute.prefetch(atoms[0], from_map[None, part, slot])
-        cute.prefetch(atoms[1], from_state[None, slot])
-    at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages)
-    for s in cutlass.range(start, last, unroll=1):
-        slot = base + step * s
-        ring.producer_acquire(at)
-        bar = ring.producer_get_barrier(at)
-        for part in cutlass.range_constexpr(2):
-            to = to_map[None, 2 * at.index + part]
-            cute.copy(atoms[0], from_map[None, part, slot], to, tma_bar_ptr=bar)
-        cute.copy(atoms[1], from_state[None, slot], to_state[None, at.index], tma_bar_ptr=bar)
-        at.advance()
+        for i in cutlass.range_constexpr(cute.size(S)):
+            k, r = unit[i]
+            S[i] = Float32(1.0) if r + column * ROWS - sig.V == k else Float32(0.0)
+        if cutlass.const_expr(initial is not None):
+            row = seq
+            if cutlass.const_expr(index is not None):
+                row = Int32(index[seq])
+            if row >= 0 and not is_map:
+                row = cutlass.min(row, Int32(initial.shape[0]) - 1)
+                raw = cute.make_rmem_tensor(S.shape, initial.element_type)
+                cute.autovec_copy(turned(thread, initial, row, head, column), raw)
+                S.store(raw.load().to(Float32))
 
-
-@cute.jit
-def carry(sig: cutlass.Constexpr, tiles, ring, line, given, states, seq, head, column):
-    """The warpgroup that has the state. given: initial state, state indices, final state and
-    transition."""
-    initial, index, final, transition = given
-    base, step, start, last = line
-    tid, _, _ = cute.arch.thread_idx()
-    of_state = column % (sig.V // SLICE)
-    is_map = column >= sig.V // SLICE
-
-    by_row = product.of_registers(BFloat16, sig.K, OperandMajorMode.MN)
-    thread = by_row.get_slice(tid)
-    M = thread.make_fragment_B(thread.partition_B(product.transposed(tiles[0])))
-    S = product.accumulator(thread, SLICE, sig.K)
-    high_in, high = product.as_operand(thread, S, BFloat16, SLICE, sig.K)
-    low_in, low = product.as_operand(thread, S, BFloat16, SLICE, sig.K)
-    if cutlass.const_expr(final is not None):
-        ours = segment.slice_of(thread, final, seq, head, of_state)
-    if cutlass.const_expr(transition is not None):
-        below = cutlass.max(column - sig.V // SLICE, Int32(0))
-        theirs = segment.slice_of(thread, transition, seq, head, below)
-
-    segment.fresh(sig, S, thread, column)
-    if cutlass.const_expr(initial is not None):
-        row = seq
-        if cutlass.const_expr(index is not None):
-            row = Int32(index[seq])
-        if row >= 0 and not is_map:
-            row = cutlass.min(row, Int32(initial.shape[0]) - 1)
-            raw = cute.make_rmem_tensor(S.shape, initial.element_type)
-            cute.autovec_copy(segment.slice_of(thread, initial, row, head, of_state), raw)
-            S.store(raw.load().to(Float32))
-
-    cute.arch.griddepcontrol_wait()
-    if cutlass.const_expr(sig.from_nothing):  # noqa: SIM102
-        if start > 0:
-            place = segment.place(states, base, head, of_state, tid)
-            H = product.accumulator(thread, SLICE, sig.K)
-            segment.load(place, H)
+        cute.arch.griddepcontrol_wait()
+        start = Int32(0)
+        if cutlass.const_expr(sig.from_nothing):  # noqa: SIM102
+            if last > 0:  # from nothing to the end of the first segment: H
+                start = Int32(1)
+                segment.gather(states, base, head, at_state * ROWS, tid, H)
+                if cutlass.const_expr(sig.carries):
+                    segment.scatter(S, states, base, head, at_state * ROWS, tid)
+                S.store(H.load())
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        to_fill = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        if first_warp:
+            for s in cutlass.range(start, cutlass.min(start + STAGES, last), unroll=1):
+                fill(atom, ring, to_fill, source, to, base + step * s)
+                to_fill.advance()
+        if start < last:
+            segment.gather(states, base + step * start, head, at_state * ROWS, tid, ahead)
+        for s in cutlass.range(start, last, unroll=1):
+            half = 2 * (s % 2)  # products of the step before may still read the other half
+            product.split(S, high, low)
+            cute.copy(store, to_rows.retile(high), parts[None, None, None, half])
+            cute.copy(store, to_rows.retile(low), parts[None, None, None, half + 1])
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(cute.size(H)):
+                H[i] = Float32(0.0) if is_map else ahead[i]
+            # Before the products, since these are not issued until most of them are done; the loads
+            # far from the stores of their place, which they would wait for.
+            following = base + step * cutlass.min(s + 1, last - 1)
+            segment.gather(states, following, head, at_state * ROWS, tid, ahead)
             if cutlass.const_expr(sig.carries):
-                segment.store(S, place)
+                segment.scatter(S, states, base + step * s, head, at_state * ROWS, tid)
+            ring.consumer_wait(at)
+            upper, lower = M[None, None, None, 2 * at.index], M[None, None, None, 2 * at.index + 1]
+            first, second = operand[None, None, None, half], operand[None, None, None, half + 1]
+            product.issue(by_row, H, upper, first, True)
+            product.issue(by_row, H, upper, second, True)
+            product.issue(by_row, H, lower, first, True)
+            cute.nvgpu.warpgroup.wait_group(0)
+            ring.consumer_release(at)
+            at.advance()
             S.store(H.load())
-    at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, sig.stages)
-    for s in cutlass.range(start, last, unroll=1):
-        product.split(S, high, low)
-        ring.consumer_wait(at)
-        if cutlass.const_expr(sig.carries):
-            segment.store(S, segment.place(states, base + step * s, head, of_state, tid))
-        rows = tiles[1].iterator + cute.assume(at.index * (SLICE * sig.K) + 4 * tid, divby=4)
-        segment.load(cute.make_tensor(rows, cute.make_layout((4, sig.K // 8), stride=(1, 512))), S)
-        if is_map:
-            S.fill(0.0)
-        upper, lower = M[None, None, None, 2 * at.index], M[None, None, None, 2 * at.index + 1]
-        product.issue(by_row, S, high_in, upper, True)
-        product.issue(by_row, S, low_in, upper, True)
-        product.issue(by_row, S, high_in, lower, True)
-        cute.nvgpu.warpgroup.wait_group(0)
-        ring.consumer_release(at)
-        at.advance()
+            if first_warp and s + STAGES < last:
+                fill(atom, ring, to_fill, source, to, base + step * (s + STAGES))
+                to_fill.advance()
 
-    if cutlass.const_expr(sig.carries):
-        segment.store(S, segment.place(states, base + step * last, head, of_state, tid))
-    if cutlass.const_expr(final is not None):  # noqa: SIM102
-        if not is_map:
-            segment.write(S, ours)
-    if cutlass.const_expr(transition is not None):  # noqa: SIM102
-        if is_map:
-            segment.write(S, theirs)
+        if cutlass.const_expr(sig.carries):
+            segment.scatter(S, states, base + step * last, head, at_state * ROWS, tid)
+        if cutlass.const_expr(final is not None):  # noqa: SIM102
+            if not is_map:
+                segment.write(S, ours)
+        if cutlass.const_expr(transition is not None):  # noqa: SIM102
+            if is_map:
+                segment.write(S, theirs)
+
+
+def turned(thread, states, row, head, column):
+    """A thread's part of rows of a state [rows, HO, V, K], as an accumulator [K, rows] has it."""
+    K = states.shape[3]
+    rows = cute.local_tile(states[row, head, None, None], (ROWS, K), (column, 0))
+    return thread.partition_C(cute.make_tensor(rows.iterator, cute.select(rows.layout, [1, 0])))
+
+
+@cute.jit
+def fill(atom, ring, at, source, to, slot):
+    """Both parts of a segment's map, by one warp."""
+    ring.producer_acquire(at)
+    bar = ring.producer_get_barrier(at)
+    for part in cutlass.range_constexpr(2):
+        cute.copy(atom, source[None, part, slot], to[None, 2 * at.index + part], tma_bar_ptr=bar)
 
 
 # What is compiled, and looked at, without a GPU.

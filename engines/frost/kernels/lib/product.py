@@ -14,6 +14,7 @@ __all__ = [
     "loader",
     "of_registers",
     "of_shared",
+    "of_turned",
     "pair",
     "rounded",
     "scale",
@@ -33,6 +34,15 @@ def of_shared(dtype, columns):
         OperandMajorMode.K, OperandMajorMode.K,
     )  # fmt: skip
     return cute.make_tiled_mma(op)
+
+
+def of_turned(dtype, columns, warpgroups):
+    """a^T [64 warpgroups, k] @ b [columns, k]^T, both in shared memory: a is stored [k, rows]."""
+    op = warpgroup.MmaF16BF16Op(
+        dtype, Float32, (ROWS, columns, 16), warpgroup.OperandSource.SMEM,
+        OperandMajorMode.MN, OperandMajorMode.K,
+    )  # fmt: skip
+    return cute.make_tiled_mma(op, (warpgroups, 1, 1))
 
 
 def of_registers(dtype, columns, major=OperandMajorMode.K):

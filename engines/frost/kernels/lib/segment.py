@@ -23,8 +23,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 __all__ = [
-    "count_of", "ends", "fresh", "keep", "load", "locate", "per_sequence", "place", "rows_before",
-    "sequence", "slice_of", "store", "targets", "tiles", "write",
+    "count_of", "ends", "fresh", "gather", "keep", "load", "locate", "per_sequence", "place",
+    "rows_before", "scatter", "sequence", "slice_of", "store", "targets", "write",
 ]  # fmt: skip
 
 
@@ -79,18 +79,6 @@ def ends(workspace: cute.Tensor, slots, heads, V: cutlass.Constexpr, K: cutlass.
     return cute.make_tensor(start, states), cute.make_tensor(low, maps)
 
 
-def tiles(states):
-    """States in that order, as TMA takes them: [256, K / 4, V / 64, heads, slots]."""
-    slots, heads, V, K = states.shape
-    per_slot, per_head = states.stride[:2]
-    return cute.make_tensor(
-        states.iterator,
-        cute.make_layout(
-            (256, K // 4, V // 64, heads, slots), stride=(1, 256, 64 * K, per_head, per_slot)
-        ),
-    )
-
-
 def place(states, slot, head, column, tid):
     """Four registers at a time of a thread's part of 64 rows: [4, quads]."""
     K = states.shape[3]
@@ -119,6 +107,33 @@ def store(registers, target):
         for e in cutlass.range_constexpr(4):
             four[e] = registers[4 * q + e]
         cute.autovec_copy(four, target[None, q])
+
+
+def strewn(states, slot, head, row, tid):
+    """Where those registers are that a thread has of 32 rows, from `row` on, in an accumulator
+    [K, 32], of which a warpgroup has 64 rows."""
+    K = states.shape[3]
+    lane, warp = tid % 32, tid // 32
+    first = row // 64 * (64 * K) + row % 64 // 16 * 128
+    first += 1024 * warp + 4 * (lane % 4 * 8 + lane // 8) + lane // 4 % 2
+    start = states[slot, head, None, None].iterator + first
+    return cute.make_tensor(start, cute.make_layout((2, 2, 2, 2), stride=(16, 512, 2, 128)))
+
+
+@cute.jit
+def gather(states, slot, head, row, tid, registers):
+    """A thread's part of 32 rows into an accumulator of their transpose."""
+    source = strewn(states, slot, head, row, tid)
+    for i in cutlass.range_constexpr(16):
+        registers[i] = source[i]
+
+
+@cute.jit
+def scatter(registers, states, slot, head, row, tid):
+    """An accumulator of 32 rows' transpose to where their state is kept."""
+    target = strewn(states, slot, head, row, tid)
+    for i in cutlass.range_constexpr(16):
+        target[i] = registers[i]
 
 
 @cute.jit
