@@ -32,15 +32,16 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     if cutlass.const_expr(sig.outputs):
         aQ = thread.make_fragment_A(thread.partition_A(tiles.Q))
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
+    place = thread.partition_C(cute.make_identity_tensor((C, C)))
     store = product.storer(sig.io, scores, transpose=False)
     to_p = store.get_slice(tid)
     t_target = to_p.partition_D(tiles.T)
     if cutlass.const_expr(sig.outputs):
         p_target = to_p.partition_D(tiles.P)
-    masked = cute.make_rmem_tensor(thread.partition_shape_C((C, C)), sig.io)
+    masked = cute.make_rmem_tensor(place.shape, sig.io)
     rest = None
     if cutlass.const_expr(sig.split):
-        rest = cute.make_rmem_tensor(masked.shape, sig.io)
+        rest = cute.make_rmem_tensor(place.shape, sig.io)
         t_rest = to_p.partition_D(tiles.T_rest)
         if cutlass.const_expr(sig.outputs):
             p_rest = to_p.partition_D(tiles.P_rest)
@@ -81,13 +82,10 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         pipe_b.producer_acquire(at_b)
         mine = key_factors(sig, numbers, turn, warp * 16 + lane // 4)
         cute.nvgpu.warpgroup.wait_group(0)
-        inverted = blocks[None, at_b.index]
-        if cutlass.const_expr(sig.unrolled):
-            for w in cutlass.range_constexpr(4):
-                if warp == w:
-                    keep(sig, kk, masked, rest, inverted, mine, numbers, turn, lane, w)
-        else:
-            keep(sig, kk, masked, rest, inverted, mine, numbers, turn, lane, warp)
+        for w in cutlass.range_constexpr(4):
+            if warp == w:
+                inverted = blocks[None, at_b.index]
+                keep(sig, kk, masked, rest, inverted, mine, numbers, place, turn, lane, w)
         if lane < 16:
             blocks[4 * inverse.NUMBERS + 16 * warp + lane, at_b.index] = strengths[
                 16 * warp + lane, turn
@@ -103,13 +101,14 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
 
         # While it runs: an operand, the rows of factors, and the gates of the next chunk.
         left = to_p.retile(masked)
-        for i in cutlass.range_constexpr(3):
-            if i < warp:
-                target = t_target[(None, i), None, None, at_f.index]
-                cute.copy(store, left[(None, i), None, None], target)
-                if cutlass.const_expr(sig.split):
-                    target = t_rest[(None, i), None, None, at_f.index]
-                    cute.copy(store, to_p.retile(rest)[(None, i), None, None], target)
+        for w in cutlass.range_constexpr(1, 4):
+            if warp == w:
+                for i in cutlass.range_constexpr(w):
+                    target = t_target[(None, i), None, None, at_f.index]
+                    cute.copy(store, left[(None, i), None, None], target)
+                    if cutlass.const_expr(sig.split):
+                        target = t_rest[(None, i), None, None, at_f.index]
+                        cute.copy(store, to_p.retile(rest)[(None, i), None, None], target)
         if tid < C:
             b, total = sums[tid, turn], sums[C - 1, turn]
             key = Float32(1.0)
@@ -130,16 +129,18 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             cute.nvgpu.warpgroup.wait_group(0)
             pipe_k.consumer_release(at_k)
             pipe_q.consumer_release(at_q)
-            if cutlass.const_expr(sig.unrolled):
-                for w in cutlass.range_constexpr(sig.queries // 16):
-                    if warp == w:
-                        mask(sig, qk, masked, rest, numbers, scale, turn, lane, w)
-            elif warp < sig.queries // 16:
-                mask(sig, qk, masked, rest, numbers, scale, turn, lane, warp)
-            if warp < sig.queries // 16:
+            for w in cutlass.range_constexpr(sig.queries // 16):
+                if warp == w:
+                    mask(sig, qk, masked, rest, numbers, scale, place, turn, lane, w)
+            if cutlass.const_expr(sig.n == 1):
                 cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
                 if cutlass.const_expr(sig.split):
                     cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
+            else:
+                if warp < sig.queries // 16:
+                    cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
+                    if cutlass.const_expr(sig.split):
+                        cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
         else:
             pipe_k.consumer_release(at_k)
         cute.arch.fence_view_async_shared()
@@ -213,65 +214,57 @@ def query_factor(sig: cutlass.Constexpr, numbers, scale, turn, row):
     return numbers.sums[sig.n * row + sig.n - 1, turn], query
 
 
-# Rows of a warp are 16 of C. Of blocks of as many columns it takes those that it has entries in:
-# by a branch, or, where that was not faster, in code of its own, of which the instruction cache
-# holds less.
-
-
 @cute.jit
 def keep(
-    sig: cutlass.Constexpr, kk, joined, rest, blocks, mine, numbers, turn, lane, warp
+    sig: cutlass.Constexpr, kk, joined, rest, blocks, mine, numbers, place, turn, lane,
+    w: cutlass.Constexpr,
 ):  # fmt: skip
-    """Rows of L: the block on the diagonal in fp32 for its inverse, and what lies left of it,
-    without strengths and negated, as an operand."""
-    leaf = inverse.leaf(blocks, warp)
-    for block in cutlass.range_constexpr(C // 16):
-        if block <= warp:
-            values = cute.make_rmem_tensor(8, Float32)
-            for i in cutlass.range_constexpr(8):
-                group, e = 2 * block + i // 4, i % 4
-                if cutlass.const_expr(e == 0):
-                    b_columns = product.pair(numbers.sums[None, turn], lane, group)
-                    keys = key_norms(sig, numbers.norms, lane, group)
-                power = gate.finite_power(mine[e // 2][0] - b_columns[e % 2])
-                values[i] = kk[8 * block + i] * power * keys[e % 2]
-            if block == warp:
-                for i in cutlass.range_constexpr(8):
-                    row, column = lane // 4 + i % 4 // 2 * 8, lane % 4 * 2 + i // 4 * 8 + i % 2
-                    leaf[row, column] = mine[i % 4 // 2][1] * values[i]
+    """Rows 16 w to 16 w + 15 of L: the block on the diagonal in fp32 for its inverse, and what lies
+    left of it, without strengths and negated, as an operand."""
+    for group in cutlass.range_constexpr(2 * (w + 1)):
+        b_columns = product.pair(numbers.sums[None, turn], lane, group)
+        keys = key_norms(sig, numbers.norms, lane, group)
+        for e in cutlass.range_constexpr(4):
+            i = 4 * group + e
+            b, strength, key = mine[e // 2]
+            power = gate.finite_power(b - b_columns[e % 2])
+            value = kk[i] * power * keys[e % 2]
+            row, column = place[i]
+            if cutlass.const_expr(group // 2 == w):
+                leaf = inverse.leaf(blocks, w)
+                leaf[row - 16 * w, column - 16 * w] = strength * value
             else:
-                for i in cutlass.range_constexpr(8):
-                    key = mine[i % 4 // 2][2]
-                    product.rounded(-key * values[i], joined, rest, 8 * block + i)
+                product.rounded(-key * value, joined, rest, i)
 
 
 @cute.jit
-def mask(sig: cutlass.Constexpr, qk, masked, rest, numbers, scale, turn, lane, warp):
-    """Rows of P, queries at the last steps of their tokens, in the io dtype, and what that
-    loses."""
-    mine, ends = [], []
+def mask(
+    sig: cutlass.Constexpr, qk, masked, rest, numbers, scale, place, turn, lane,
+    w: cutlass.Constexpr,
+):  # fmt: skip
+    """Rows 16 w to 16 w + 15 of P, queries at the last steps of their tokens, in the io dtype, and
+    what that loses."""
+    mine = []
     for i in cutlass.range_constexpr(2):
-        row = 16 * warp + lane // 4 + 8 * i
-        mine.append(query_factor(sig, numbers, scale, turn, row))
-        ends.append((row + 1) * sig.n - lane % 4 * 2)
-    for block in cutlass.range_constexpr(C // 16):
-        values = cute.make_rmem_tensor(8, Float32)
-        values.fill(0.0)
-        if block < (warp + 1) * sig.n:
-            for i in cutlass.range_constexpr(8):
-                group, e = 2 * block + i // 4, i % 4
-                if cutlass.const_expr(e == 0):
-                    b_columns = product.pair(numbers.sums[None, turn], lane, group)
-                    keys = key_norms(sig, numbers.norms, lane, group)
+        mine.append(query_factor(sig, numbers, scale, turn, 16 * w + lane // 4 + 8 * i))
+    for group in cutlass.range_constexpr(C // 8):
+        b_columns = product.pair(numbers.sums[None, turn], lane, group)
+        keys = key_norms(sig, numbers.norms, lane, group)
+        for e in cutlass.range_constexpr(4):
+            i = 4 * group + e
+            first, most = 16 * w * sig.n, 16 * (w + 1) * sig.n  # steps of these rows
+            if cutlass.const_expr(8 * group >= most):
+                masked[i] = sig.io(0.0)
+                if cutlass.const_expr(sig.split):
+                    rest[i] = sig.io(0.0)
+            else:
                 b, query = mine[e // 2]
                 power = gate.finite_power(b - b_columns[e % 2])
-                values[i] = query * qk[8 * block + i] * power * keys[e % 2]
-            if block >= warp * sig.n:
-                for i in cutlass.range_constexpr(8):
-                    inside = 16 * block + i // 4 * 8 + i % 2 < ends[i % 4 // 2]
-                    values[i] = values[i] if inside else Float32(0.0)
-        for i in cutlass.range_constexpr(8):
-            product.rounded(values[i], masked, rest, 8 * block + i)
+                value = query * qk[i] * power * keys[e % 2]
+                if cutlass.const_expr(8 * group + 7 >= first):
+                    row, column = place[i]
+                    value = value if column < (row + 1) * sig.n else Float32(0.0)
+                product.rounded(value, masked, rest, i)
 
 
 # Norms ------------------------------------------------------------------------------------------
