@@ -39,7 +39,7 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     if cutlass.const_expr(sig.outputs):
         p_target = to_p.partition_D(tiles.P)
     masked = cute.make_rmem_tensor(place.shape, sig.io)
-    rest = None
+    rest = t_rest = None
     if cutlass.const_expr(sig.split):
         rest = cute.make_rmem_tensor(place.shape, sig.io)
         t_rest = to_p.partition_D(tiles.T_rest)
@@ -82,10 +82,13 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         pipe_b.producer_acquire(at_b)
         mine = key_factors(sig, numbers, turn, warp * 16 + lane // 4)
         cute.nvgpu.warpgroup.wait_group(0)
-        for w in cutlass.range_constexpr(4):
-            if warp == w:
-                inverted = blocks[None, at_b.index]
-                keep(sig, kk, masked, rest, inverted, mine, numbers, place, turn, lane, w)
+        inverted = blocks[None, at_b.index]
+        if cutlass.const_expr(sig.unrolled):
+            for w in cutlass.range_constexpr(4):
+                if warp == w:
+                    keep(sig, kk, masked, rest, inverted, mine, numbers, place, turn, lane, w)
+        else:
+            keep_by_blocks(sig, kk, masked, rest, inverted, mine, numbers, turn, lane, warp)
         if lane < 16:
             blocks[4 * inverse.NUMBERS + 16 * warp + lane, at_b.index] = strengths[
                 16 * warp + lane, turn
@@ -100,15 +103,18 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             product.issue(scores, qk, aQ[None, None, None, at_q.index], key_columns, False)
 
         # While it runs: an operand, the rows of factors, and the gates of the next chunk.
-        left = to_p.retile(masked)
-        for w in cutlass.range_constexpr(1, 4):
-            if warp == w:
-                for i in cutlass.range_constexpr(w):
-                    target = t_target[(None, i), None, None, at_f.index]
-                    cute.copy(store, left[(None, i), None, None], target)
-                    if cutlass.const_expr(sig.split):
-                        target = t_rest[(None, i), None, None, at_f.index]
-                        cute.copy(store, to_p.retile(rest)[(None, i), None, None], target)
+        left, left_rest = to_p.retile(masked), None
+        if cutlass.const_expr(sig.split):
+            left_rest = to_p.retile(rest)
+        if cutlass.const_expr(sig.unrolled):
+            for w in cutlass.range_constexpr(1, 4):
+                if warp == w:
+                    for i in cutlass.range_constexpr(w):
+                        put(store, left, left_rest, t_target, t_rest, i, at_f.index)
+        else:
+            for i in cutlass.range_constexpr(3):
+                if i < warp:
+                    put(store, left, left_rest, t_target, t_rest, i, at_f.index)
         if tid < C:
             b, total = sums[tid, turn], sums[C - 1, turn]
             key = Float32(1.0)
@@ -129,10 +135,13 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             cute.nvgpu.warpgroup.wait_group(0)
             pipe_k.consumer_release(at_k)
             pipe_q.consumer_release(at_q)
-            for w in cutlass.range_constexpr(sig.queries // 16):
-                if warp == w:
-                    mask(sig, qk, masked, rest, numbers, scale, place, turn, lane, w)
-            if cutlass.const_expr(sig.n == 1):
+            if cutlass.const_expr(sig.unrolled):
+                for w in cutlass.range_constexpr(sig.queries // 16):
+                    if warp == w:
+                        mask(sig, qk, masked, rest, numbers, scale, place, turn, lane, w)
+            elif warp < sig.queries // 16:
+                mask_by_blocks(sig, qk, masked, rest, numbers, scale, turn, lane, warp)
+            if cutlass.const_expr(sig.n == 1 and sig.unrolled):
                 cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
                 if cutlass.const_expr(sig.split):
                     cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
@@ -265,6 +274,75 @@ def mask(
                     row, column = place[i]
                     value = value if column < (row + 1) * sig.n else Float32(0.0)
                 product.rounded(value, masked, rest, i)
+
+
+@cute.jit
+def put(store, left, left_rest, target, target_rest, block: cutlass.Constexpr, stage):
+    """A block of T's operand left of the diagonal, and what it loses, into a tile."""
+    cute.copy(store, left[(None, block), None, None], target[(None, block), None, None, stage])
+    if cutlass.const_expr(left_rest is not None):
+        source = left_rest[(None, block), None, None]
+        cute.copy(store, source, target_rest[(None, block), None, None, stage])
+
+
+# The same in blocks of 16 columns, each taken by a branch, so that all warps run through the same
+# code and the instruction cache holds it.
+
+
+@cute.jit
+def keep_by_blocks(
+    sig: cutlass.Constexpr, kk, joined, rest, blocks, mine, numbers, turn, lane, warp
+):  # fmt: skip
+    """Rows of L: the block on the diagonal in fp32 for its inverse, and what lies left of it,
+    without strengths and negated, as an operand."""
+    leaf = inverse.leaf(blocks, warp)
+    for block in cutlass.range_constexpr(C // 16):
+        if block <= warp:
+            values = cute.make_rmem_tensor(8, Float32)
+            for i in cutlass.range_constexpr(8):
+                group, e = 2 * block + i // 4, i % 4
+                if cutlass.const_expr(e == 0):
+                    b_columns = product.pair(numbers.sums[None, turn], lane, group)
+                    keys = key_norms(sig, numbers.norms, lane, group)
+                power = gate.finite_power(mine[e // 2][0] - b_columns[e % 2])
+                values[i] = kk[8 * block + i] * power * keys[e % 2]
+            if block == warp:
+                for i in cutlass.range_constexpr(8):
+                    row, column = lane // 4 + i % 4 // 2 * 8, lane % 4 * 2 + i // 4 * 8 + i % 2
+                    leaf[row, column] = mine[i % 4 // 2][1] * values[i]
+            else:
+                for i in cutlass.range_constexpr(8):
+                    key = mine[i % 4 // 2][2]
+                    product.rounded(-key * values[i], joined, rest, 8 * block + i)
+
+
+@cute.jit
+def mask_by_blocks(sig: cutlass.Constexpr, qk, masked, rest, numbers, scale, turn, lane, warp):
+    """Rows of P, queries at the last steps of their tokens, in the io dtype, and what that
+    loses."""
+    mine, ends = [], []
+    for i in cutlass.range_constexpr(2):
+        row = 16 * warp + lane // 4 + 8 * i
+        mine.append(query_factor(sig, numbers, scale, turn, row))
+        ends.append((row + 1) * sig.n - lane % 4 * 2)
+    for block in cutlass.range_constexpr(C // 16):
+        values = cute.make_rmem_tensor(8, Float32)
+        values.fill(0.0)
+        if block < (warp + 1) * sig.n:
+            for i in cutlass.range_constexpr(8):
+                group, e = 2 * block + i // 4, i % 4
+                if cutlass.const_expr(e == 0):
+                    b_columns = product.pair(numbers.sums[None, turn], lane, group)
+                    keys = key_norms(sig, numbers.norms, lane, group)
+                b, query = mine[e // 2]
+                power = gate.finite_power(b - b_columns[e % 2])
+                values[i] = query * qk[8 * block + i] * power * keys[e % 2]
+            if block >= warp * sig.n:
+                for i in cutlass.range_constexpr(8):
+                    inside = 16 * block + i // 4 * 8 + i % 2 < ends[i % 4 // 2]
+                    values[i] = values[i] if inside else Float32(0.0)
+        for i in cutlass.range_constexpr(8):
+            product.rounded(values[i], masked, rest, 8 * block + i)
 
 
 # Norms ------------------------------------------------------------------------------------------

@@ -178,9 +178,10 @@ class Forward(Signature):
 
     @property
     def unrolled(self) -> bool:
-        """Whether warps that factor have code each. 8 x 4096, 8/32 heads: 0.376 ms so, 0.387 with
-        shared code; but with one advancing warpgroup and K = V = 64 0.228 and 0.222, and with norms
-        0.276 and 0.242."""
+        """Whether warps that factor have code each. Where that is long, or few warps wait for it,
+        they share it: K = V = 64 at 8 x 4096, 8/32 heads 0.222 ms for 0.228, with norms 0.242 for
+        0.276; 64 of 128 rows of V at 1 x 2048 0.074 for 0.080. But two advancing warpgroups without
+        norms took 0.387 ms for 0.376 (K = V = 128)."""
         return self.slices == 2 and not self.norm
 
     @property
