@@ -13,8 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same of processes that test
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from quicken import quicken
+    from tensorfloat import cut
 
     quicken()
+    cut()
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("more", deadline=None, max_examples=400)

@@ -104,6 +104,7 @@ def enter(setting):
         os.environ |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
         import interpreted
         from quicken import quicken
+        from tensorfloat import cut
 
         from lagraph.ops import staged
 
@@ -115,6 +116,7 @@ def enter(setting):
 
         staged.Local.call = call
         quicken()
+        cut()
     if setting.shared:
         through_the_host()
 

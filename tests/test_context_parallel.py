@@ -428,7 +428,7 @@ def test_the_rule_that_chooses_an_exchange():
 
 def test_the_cost_model_is_that_of_the_docs():
     """The page's table is what the benchmark prints, and its bytes are what the library says."""
-    bench, page = benchmark(), ROOT / "docs" / "context_parallelism.md"
+    bench, page = benchmark(), ROOT / "docs" / "context_parallel.md"
     text = page.read_text(encoding="utf-8")
     assert bench.model_table() in text
     first = bench.crossover(16, 128, 128, bench.MEASURED)
@@ -465,7 +465,7 @@ def test_a_line_is_fitted():
 
 def test_the_figures_of_the_docs():
     """Tables are of the rows that were measured, and so is what the page says of them."""
-    bench, page = benchmark(), ROOT / "docs" / "context_parallelism.md"
+    bench, page = benchmark(), ROOT / "docs" / "context_parallel.md"
     text = page.read_text(encoding="utf-8")
     folder = ROOT / "benchmarks" / "results"
     rows = bench.read_rows(str(folder / "h200_context_parallel.csv"))

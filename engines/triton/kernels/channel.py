@@ -25,6 +25,7 @@ from lagraph.engines.triton.kernels.factor import (
     guarded,
     inverse_growth,
     load_beta,
+    operand,
     rest,
 )
 from lagraph.engines.triton.kernels.gate import amplitude
@@ -71,11 +72,11 @@ def _tiles(p_m, p_x, p_mt, p_xt, m_tile, m_turned, WIDE: tl.constexpr):
 def _pairs(b_dq, b_f, b_h, b_m, b_x, b_mt, b_xt, b_qr, b_er, b_kc, PREC: tl.constexpr):
     """Adds the pairs of decayed rows q, e and columns k [BK, C] to dq, f and h, whose own decay is
     left to the caller."""
-    b_kc = b_kc.to(b_m.dtype)
+    b_kc = operand(b_kc, b_m.dtype, PREC)
     b_dq = tl.dot(b_kc, b_mt, b_dq, input_precision=PREC)
     b_f = tl.dot(b_kc, b_xt, b_f, input_precision=PREC)
-    b_h = tl.dot(b_qr.to(b_m.dtype), b_m, b_h, input_precision=PREC)
-    b_h = tl.dot((-b_er).to(b_m.dtype), b_x, b_h, input_precision=PREC)
+    b_h = tl.dot(operand(b_qr, b_m.dtype, PREC), b_m, b_h, input_precision=PREC)
+    b_h = tl.dot(operand(-b_er, b_m.dtype, PREC), b_x, b_h, input_precision=PREC)
     return b_dq, b_f, b_h
 
 
@@ -532,8 +533,8 @@ def gradient_key_kernel(
     IO: tl.constexpr = p_k.dtype.element_ty
     NK: tl.constexpr = K // BK
     NB: tl.constexpr = C // 16
-    # Sums over steps by products with zeros and ones.
-    SUM_PREC: tl.constexpr = PREC if tl.float32 == IO else "tf32"
+    # Sums over steps by products with zeros and ones, in parts where operands are.
+    SUM_PREC: tl.constexpr = PREC if PART or tl.float32 == IO else "tf32"
     pid = tl.program_id(0).to(tl.int64)
     i_k = pid % NK
     tile = pid // NK

@@ -440,15 +440,27 @@ def anchored(b_l, b_b):
 
 
 @triton.jit
+def operand(b_x, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """fp32 x as an operand. Rounded to what tf32 has of it, since the hardware cuts the rest off,
+    always to one side: with repeated keys that adds up."""
+    if PREC == "tf32":
+        b_i = b_x.to(tl.int32, bitcast=True) + 4096
+        b_x = (b_i & -8192).to(tl.float32, bitcast=True)
+    else:
+        b_x = b_x.to(DTYPE)
+    return b_x
+
+
+@triton.jit
 def _scores(
     b_a, b_p, b_e, b_q, b_k, m_pair, IO: tl.constexpr, QUERY: tl.constexpr, PREC: tl.constexpr
 ):
     """Adds e k^T and q k^T [C, C], where m_pair holds, to the two sums."""
-    b_col = tl.trans(b_k.to(IO))
-    b_s = tl.dot(b_e.to(IO), b_col, input_precision=PREC)
+    b_col = tl.trans(operand(b_k, IO, PREC))
+    b_s = tl.dot(operand(b_e, IO, PREC), b_col, input_precision=PREC)
     b_a += tl.where(m_pair, b_s, 0.0)
     if QUERY:
-        b_s = tl.dot(b_q.to(IO), b_col, input_precision=PREC)
+        b_s = tl.dot(operand(b_q, IO, PREC), b_col, input_precision=PREC)
         b_p += tl.where(m_pair, b_s, 0.0)
     return b_a, b_p
 
@@ -538,10 +550,10 @@ def _anchored_scores(
     link = ()
     for i in tl.static_range(16):
         b_k = _key_row(i, keys, p_f, NORM) * tl.exp2(b_from - gates[i])
-        tile = tile + (b_k.to(WIDE),)  # noqa: RUF005 (kernels cannot unpack)
+        tile = tile + (operand(b_k, WIDE, PREC),)  # noqa: RUF005 (kernels cannot unpack)
         if b_lk is not None:
             b_k *= b_lk
-            link = link + (b_k.to(WIDE),)  # noqa: RUF005
+            link = link + (operand(b_k, WIDE, PREC),)  # noqa: RUF005
         tl.store(p_kc + i * K, (b_k * b_fk).to(IO))
     b_col = tl.trans(_tile(tile))
     if b_lk is not None:
@@ -555,10 +567,10 @@ def _anchored_scores(
         if ERASE_KEY:
             b_e *= _erase_row(i, erases, SIGMOID, DOUBLE)
         b_e *= tl.exp2(gates[i] - b_from)
-        tile = tile + (b_e.to(WIDE),)  # noqa: RUF005
+        tile = tile + (operand(b_e, WIDE, PREC),)  # noqa: RUF005
         if b_le is not None:
             b_e *= b_le
-            link = link + (b_e.to(WIDE),)  # noqa: RUF005
+            link = link + (operand(b_e, WIDE, PREC),)  # noqa: RUF005
         tl.store(p_e + i * K, (b_e * b_fe).to(IO))
     b_s = tl.dot(_tile(tile), b_col, b_a, input_precision=PREC)
     if b_le is not None:
@@ -569,10 +581,10 @@ def _anchored_scores(
         link = ()
         for i in tl.static_range(16):
             b_q = _key_row(i, queries, p_f + C, NORM) * tl.exp2(gates[i] - b_from)
-            tile = tile + (b_q.to(WIDE),)  # noqa: RUF005
+            tile = tile + (operand(b_q, WIDE, PREC),)  # noqa: RUF005
             if b_le is not None:
                 b_q *= b_le
-                link = link + (b_q.to(WIDE),)  # noqa: RUF005
+                link = link + (operand(b_q, WIDE, PREC),)  # noqa: RUF005
             tl.store(p_qg + i * K, (b_q * (b_fe * scale)).to(IO))
         b_s = tl.dot(_tile(tile), b_col, b_p, input_precision=PREC)
         if b_le is not None:

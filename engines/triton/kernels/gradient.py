@@ -156,8 +156,8 @@ def gradient_head_kernel(
     PREC: tl.constexpr,
 ):
     IO: tl.constexpr = p_k.dtype.element_ty
-    # Sums by a product with zeros and ones.
-    SUM_PREC: tl.constexpr = PREC if tl.float32 == IO else "tf32"
+    # Sums by a product with zeros and ones, in parts where operands are.
+    SUM_PREC: tl.constexpr = PREC if PART or tl.float32 == IO else "tf32"
     pid = tl.program_id(0).to(tl.int64)
     i_h = pid % HO
     slot = pid // HO
