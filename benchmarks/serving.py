@@ -664,7 +664,7 @@ def compile_all(archs: Sequence[int], quick: bool) -> int:
     def recurrences(family: str, dtype: torch.dtype, pool_dtype: torch.dtype, K: int) -> None:
         traits, n = registry.family(family).traits, 2 if family == "gdp" else 1
         V, delta, key = K, traits.delta, traits.gate == "key"
-        B = 3
+        B = 2
         pool, index = e(4, H, V, K, dtype=pool_dtype), torch.zeros(B, dtype=torch.int32)
         has, cu = torch.zeros(B, dtype=torch.bool), torch.zeros(B + 1, dtype=torch.int32)
         rows = {True: (1, B, H, K), False: (1, B, H)}
@@ -677,7 +677,7 @@ def compile_all(archs: Sequence[int], quick: bool) -> int:
             "gate": "bounded" if key else "softplus", "guard": family == "gdn2",
         }  # fmt: skip
         width = (1 + n) * HK * K + n * H * V if delta else H * V + 2 * HK * K
-        for block_v in (None, 8) if pool_dtype == BF16 else (None,):
+        for block_v in (32, 8) if pool_dtype == BF16 else (None,):  # of many rows, of few
             decode(
                 traits, e(B, width, dtype=dtype), e(rows[key], dtype=dtype),
                 e(beta, dtype=dtype) if delta else None, pool, index, e(1, B, H, V, dtype=dtype),

@@ -216,7 +216,6 @@ def decode(
     block_v: int | None = None,
     warps: int | None = None,
     registers: int | None = None,
-    stream: bool = False,
     bind_only: bool = False,
 ) -> Launch:
     """T tokens of N sequences, for one: advance pool rows in place and write `out`.
@@ -235,7 +234,6 @@ def decode(
         states: Dense [N, T, HO, V, K], to be written with the state after every token; the pool is
             only read then.
         block_v, warps, registers: Launch shape, for tuning; 0 registers: as many as it takes.
-        stream: Tell the caches that no row of the pool is read again.
     """
     several = packed.dim() == 3
     N = packed.shape[0]
@@ -297,7 +295,7 @@ def decode(
          *counted(s_z), *_skip(d), *counted([pool.stride(0)]), *_lead(0, 1, state_indices),
          *_lead(0, 1, has_initial_state)),
         {"HK": heads, "HO": HO, "K": K, "V": V, "NS": substeps, "BK": block_k, "BV": block_v,
-         "UNIT": unit, "STREAM": stream, "PAD": 1, "GATE": gate if traits.delta else "ssd",
+         "UNIT": unit, "PAD": 1, "GATE": gate if traits.delta else "ssd",
          "KEY_GATE": key_gate, "DELTA": traits.delta, "ERASE_KEY": erase_key,
          "NORM": traits.delta, "SIGMOID": traits.delta, "DOUBLE": double, "GUARD": guard,
          "SOFTPLUS": dt_softplus,

@@ -207,7 +207,7 @@ def _near(
     m_up = o_i[:, None] < o_i[None, :]
     # fp16 cannot hold the columns.
     WIDE: tl.constexpr = tl.float32 if tl.float16 == IO else IO
-    WIDE_PREC: tl.constexpr = "tf32" if tl.float16 == IO else PREC
+    WIDE_PREC: tl.constexpr = PREC if PART or tl.float16 != IO else "tf32"
     b_mid = tl.floor(b_mid)
     b_mid1 = tl.floor(b_mid1)
     b_s = b_mid[:, None]

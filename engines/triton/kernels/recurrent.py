@@ -541,7 +541,6 @@ def decode_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     UNIT: tl.constexpr,
-    STREAM: tl.constexpr,
     PAD: tl.constexpr,
     GATE: tl.constexpr,
     KEY_GATE: tl.constexpr,
@@ -559,7 +558,6 @@ def decode_kernel(
     AT_Q: tl.constexpr = 0 if DELTA else HO * V + HK * K
     AT_K: tl.constexpr = HK * K if DELTA else HO * V
     AT_V: tl.constexpr = (1 + NS) * HK * K if DELTA else 0
-    FIRST: tl.constexpr = "evict_first" if STREAM else ""
     pid = tl.program_id(0)
     # Products of 32 bits that are as wide as an address: one instruction.
     i_n = (pid // (NV * HO)).to(tl.int64)
@@ -620,7 +618,7 @@ def decode_kernel(
     m_0 = m_tile
     if p_has is not None:
         m_0 = _only(o_v, has, V)[:, None] & m_k[None, :]
-    b_s = _wide(tl.load(p_s + o_tile, mask=m_0, other=0.0, eviction_policy=FIRST))
+    b_s = _wide(tl.load(p_s + o_tile, mask=m_0, other=0.0))
     b_vs, b_w, b_z = _floats(b_vs, b_w, b_z, NS)
     b_bias, b_rate = b_bias.to(tl.float32), b_rate.to(tl.float32)
     if p_alog is not None:
@@ -650,7 +648,7 @@ def decode_kernel(
         tl.store(p_o + row * V + o_v, b_o.to(p_o.dtype.element_ty), mask=m_v)
         if keep != 0:
             p_tile = p_states + row * (V * K) + o_tile
-            tl.store(p_tile, b_s.to(p_states.dtype.element_ty), mask=m_tile, eviction_policy=FIRST)
+            tl.store(p_tile, b_s.to(p_states.dtype.element_ty), mask=m_tile)
 
         # Not before the stores: a second set of rows in registers would cost more than it hides.
         i_u = i_t + 1
@@ -677,7 +675,7 @@ def decode_kernel(
             )  # fmt: skip
 
     if keep == 0:
-        tl.store(p_s + o_tile, b_s.to(p_s.dtype.element_ty), mask=m_tile, eviction_policy=FIRST)
+        tl.store(p_s + o_tile, b_s.to(p_s.dtype.element_ty), mask=m_tile)
 
 
 def _decode(scalars):
