@@ -9,7 +9,6 @@ from lagraph.engines.frost.kernels.lib import product, ragged, segment
 from lagraph.engines.frost.kernels.shared import first_turn, give_turn, places, take_turn
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
-    PART,
     QUERY,
     SLICE,
     WRITE,
@@ -17,6 +16,9 @@ from lagraph.engines.frost.kernels.tile import (
 )
 
 __all__ = ["advance"]
+
+
+GIVE = 1
 
 
 @cute.jit
@@ -33,29 +35,25 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
 
     # a [64 rows of V, ...] in registers, by tiles of tokens and by the transpose of K.
     by_token = product.of_registers(dtype, C)
-    by_part = product.of_registers(dtype, PART)
     by_key = product.of_registers(dtype, sig.K, OperandMajorMode.MN)
     thread, thread_k = by_token.get_slice(tid), by_key.get_slice(tid)
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
-    thread_p = by_part.get_slice(tid)
-    bT = thread_p.make_fragment_B(thread_p.partition_B(tiles.T))
+    bT = thread.make_fragment_B(thread.partition_B(tiles.T))
     bKt = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(tiles.K)))
 
     S = product.accumulator(thread_k, SLICE, sig.K)
     X = product.accumulator(thread, SLICE, C)
-    U = product.accumulator(thread_p, SLICE, PART)
-    W = tuple(product.accumulator(thread_p, SLICE, PART) for _ in range(C // PART))
-    count = cute.size(U)
+    U = product.accumulator(thread, SLICE, C)
     S_in, S_low = product.as_operand(thread, S, dtype, SLICE, sig.K)
     W_in, W_low = product.as_operand(thread, X, dtype, SLICE, C)
     U_in, U_low = product.as_operand(thread, X, dtype, SLICE, C)
-    part_in, part_low = product.as_operand(thread_p, U, dtype, SLICE, PART)
-    W_rest = U_rest = part_rest = None
+    D_in, D_low = product.as_operand(thread, X, dtype, SLICE, C)  # U as the state takes it
+    W_rest = U_rest = D_rest = None
     if cutlass.const_expr(sig.split):  # what their rounding loses
         W_rest_in, W_rest = product.as_operand(thread, X, dtype, SLICE, C)
         U_rest_in, U_rest = product.as_operand(thread, X, dtype, SLICE, C)
-        part_rest_in, part_rest = product.as_operand(thread_p, U, dtype, SLICE, PART)
-        bT_rest = thread_p.make_fragment_B(thread_p.partition_B(tiles.T_rest))
+        D_rest_in, D_rest = product.as_operand(thread, X, dtype, SLICE, C)
+        bT_rest = thread.make_fragment_B(thread.partition_B(tiles.T_rest))
 
     load = product.loader(dtype, by_token)
     from_v = load.get_slice(tid)
@@ -138,9 +136,19 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         pipe_k.consumer_wait(at_k)
         take_turn(sig, wg)
         product.issue(by_token, X, S_in, bK[None, None, None, at_k.index], False)
+        if cutlass.const_expr(sig.outputs):  # now, so that the operand's registers are free soon
+            pipe_q.consumer_wait(at_q)
+            product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
+        if cutlass.const_expr(GIVE == 0):
+            give_turn(sig, wg, c + 1 < chunks)
         pipe_f.consumer_wait(at_f)
+        decay = last[at_f.index]
+        for i in cutlass.range_constexpr(cute.size(S)):
+            S[i] = decay * S[i]
         pipe_v.consumer_wait(at_v)
         cute.nvgpu.warpgroup.wait_group(0)
+        if cutlass.const_expr(sig.outputs):
+            pipe_q.consumer_release(at_q)
         for group in cutlass.range_constexpr(C // 8):
             if cutlass.const_expr(group % 2 == 0):
                 pair = group // 2
@@ -151,78 +159,48 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             erase = product.pair(rows[None, ERASE, at_f.index], lane, group)
             for e in cutlass.range_constexpr(4):
                 i = 4 * group + e
-                piece = W[i // count]
-                piece[i % count] = value[i].to(Float32) - erase[e % 2] * X[i]
+                product.rounded(value[i].to(Float32) - erase[e % 2] * X[i], W_low, W_rest, i)
 
-        # U, 16 tokens at a time: their own, then what they take from those that follow.
-        stage = bT[None, None, None, at_f.index]
+        product.issue(by_token, U, W_in, bT[None, None, None, at_f.index], False)
         if cutlass.const_expr(sig.split):
-            stage_rest = bT_rest[None, None, None, at_f.index]
-        for p in cutlass.range_constexpr(C // PART):
-            product.split(W[p], part_low, part_rest)
-            product.issue_block(by_part, U, part_in, stage, p, p, 1, False)
-            if cutlass.const_expr(sig.split):
-                product.issue_block(by_part, U, part_rest_in, stage, p, p, 1, True)
-                product.issue_block(by_part, U, part_in, stage_rest, p, p, 1, True)
-            if cutlass.const_expr(p == 0):
-                decay = last[at_f.index]
-                for i in cutlass.range_constexpr(cute.size(S)):
-                    S[i] = decay * S[i]
-            if cutlass.const_expr(p == C // PART - 1):
-                give_turn(sig, wg, c + 1 < chunks)
-                if cutlass.const_expr(sig.outputs and not sig.sparing):
-                    pipe_q.consumer_wait(at_q)
-                    product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
-                    cute.nvgpu.warpgroup.wait_group(1)
-                else:
-                    cute.nvgpu.warpgroup.wait_group(0)
-                # Only now are products done that depend on V's loads. A release right after the
-                # loads overtakes them where wgmma keeps shared memory busy: TMA overwrote V.
-                pipe_v.consumer_release(at_v)
-            else:
-                cute.nvgpu.warpgroup.wait_group(0)
-            product.split(U, U_low, U_rest, p)
-            for n in cutlass.range_constexpr(p + 1, C // PART):
-                product.issue_block(by_part, W[n], U_in[None, None, p], stage, n, p, 1, True)
-                if cutlass.const_expr(sig.split):
-                    known, rest = U_in[None, None, p], U_rest_in[None, None, p]
-                    product.issue_block(by_part, W[n], rest, stage, n, p, 1, True)
-                    product.issue_block(by_part, W[n], known, stage_rest, n, p, 1, True)
-            product.scaled(U, W_low, rows[None, WRITE, at_f.index], lane, p, rest=W_rest)
-            if cutlass.const_expr(sig.sparing):  # no registers are left for all of it at once
-                columns = bKt[None, None, None, at_k.index]
-                product.issue_part(by_key, S, W_in, columns, p)
-                if cutlass.const_expr(sig.split):
-                    product.issue_part(by_key, S, W_rest_in, columns, p)
-            if cutlass.const_expr(p + 1 < C // PART):
-                cute.nvgpu.warpgroup.wait_group(after(sig, p))
-        if cutlass.const_expr(sig.outputs and sig.sparing):
-            pipe_q.consumer_wait(at_q)
-            product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
-        cute.nvgpu.warpgroup.wait_group(0)
+            product.issue(by_token, U, W_rest_in, bT[None, None, None, at_f.index], True)
+            product.issue(by_token, U, W_in, bT_rest[None, None, None, at_f.index], True)
+        if cutlass.const_expr(GIVE == 1 or (GIVE == 2 and not sig.outputs)):
+            give_turn(sig, wg, c + 1 < chunks)
         if cutlass.const_expr(sig.outputs):
-            pipe_q.consumer_release(at_q)
             product.scale(O, rows[None, QUERY, at_f.index], lane)
+        cute.nvgpu.warpgroup.wait_group(0)
+        # Only now are products done that depend on V's loads. A release right after the loads
+        # overtakes them where wgmma keeps shared memory busy: TMA overwrote V.
+        pipe_v.consumer_release(at_v)
+        product.scaled(U, D_low, rows[None, WRITE, at_f.index], lane, 0, rest=D_rest)
+        product.issue(by_key, S, D_in, bKt[None, None, None, at_k.index], True)
+        if cutlass.const_expr(sig.split):
+            product.issue(by_key, S, D_rest_in, bKt[None, None, None, at_k.index], True)
+        if cutlass.const_expr(sig.outputs):
+            product.split(U, U_low, U_rest)
             product.issue(by_query, O, U_in, bP[None, None, None, at_f.index], True)
             if cutlass.const_expr(sig.split):
                 product.issue(by_query, O, U_rest_in, bP[None, None, None, at_f.index], True)
                 product.issue(by_query, O, U_in, bP_rest[None, None, None, at_f.index], True)
-        if cutlass.const_expr(not sig.sparing):
-            product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
-
+            if cutlass.const_expr(GIVE == 2 and sig.outputs):
+                give_turn(sig, wg, c + 1 < chunks)
+            cute.nvgpu.warpgroup.wait_group(3 if sig.split else 1)
+        else:
+            cute.nvgpu.warpgroup.wait_group(0)
+        pipe_k.consumer_release(at_k)
+        S_low.store(S.load().to(dtype))
         if cutlass.const_expr(sig.outputs):
-            cute.nvgpu.warpgroup.wait_group(0 if sig.sparing else 1)
+            cute.nvgpu.warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        if lane == 0:
+            pipe_f.consumer_release(at_f)
+        if cutlass.const_expr(sig.outputs):
             slot = (c % sig.stages.O) * sig.slices + wg
             emit(sig, O, result, store, o_source, o_target, slot, padding, first_warp, wg)
             if first_warp:
                 cute.copy(atom_o, o_shared[None, slot], o_global[None, c, column])
                 cute.arch.cp_async_bulk_commit_group()
-        cute.nvgpu.warpgroup.wait_group(0)
-        pipe_k.consumer_release(at_k)
-        cute.arch.sync_warp()
-        if lane == 0:
-            pipe_f.consumer_release(at_f)
-        S_low.store(S.load().to(dtype))
         at_k.advance()
         at_q.advance()
         at_v.advance()
@@ -237,14 +215,6 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
     if cutlass.const_expr(sig.outputs):  # noqa: SIM102
         if first_warp:
             cute.arch.cp_async_bulk_wait_group(0)
-
-
-def after(sig, p):
-    """Groups of products that are issued after all that the tokens after part p wait for."""
-    parts = C // PART - 2 - p
-    if not sig.sparing:
-        return parts
-    return min(3 * parts + 2, 7) if sig.split else parts + 1  # no more can be told apart
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""The last warpgroup: gates, scores, the blocks of L, P, and the rows of factors of a chunk."""
+"""The last warpgroup: gates, scores, G, P, and the rows of factors of a chunk."""
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,8 @@ __all__ = ["factor"]
 def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     """The warpgroup's whole life. gates: g, beta, a_log, dt_bias."""
     a_log, dt_bias = gates[2:]
-    blocks, rows, last, sums, strengths, norms = numbers
+    blocks, rows, last, sums, strengths, norms, _ = numbers
+    dtype = sig.io
     pipe_q, pipe_k, _, pipe_f, pipe_b = rings
     tid = cute.arch.thread_idx()[0] % 128
     lane = cute.arch.lane_idx()
@@ -61,14 +62,17 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     at_q = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, sig.stages.Q)
     at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.factors)
     at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.blocks)
+    kk = product.accumulator(thread, C, C)
+    if work.chunks > 0:
+        pipe_k.consumer_wait(at_k)
+    issue(scores, kk, aK, at_k, bK, at_k)
     for c in cutlass.range(work.chunks, unroll=1):
         turn = c % 2
         following = sig.chunk(work, c + 1)
+        free = pipe_f.producer_try_acquire(at_f)
+        if cutlass.const_expr(sig.outputs and not sig.norm):
+            there = pipe_q.consumer_try_wait(at_q)
         raw = fetch(sig, gates, work, following, lane)
-        kk = product.accumulator(thread, C, C)
-        pipe_k.consumer_wait(at_k)
-        key_rows, key_columns = aK[None, None, None, at_k.index], bK[None, None, None, at_k.index]
-        product.issue(scores, kk, key_rows, key_columns, False)
         if cutlass.const_expr(sig.norm):
             if cutlass.const_expr(sig.outputs):
                 pipe_q.consumer_wait(at_q)
@@ -78,89 +82,90 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
                 if cutlass.const_expr(sig.outputs):
                     norms[tid - C, 1] = norm(sig, tiles.Q, tid - C, at_q.index)
             meet(sig)
-        pipe_f.producer_acquire(at_f)
-        pipe_b.producer_acquire(at_b)
         mine = key_factors(sig, numbers, turn, warp * 16 + lane // 4)
+        if cutlass.const_expr(sig.roomy):
+            columns = column_factors(sig, numbers, turn, lane, warp, 1)
+        # The ring of blocks is as long: what is free there has been inverted.
+        pipe_f.producer_acquire(at_f, free)
         cute.nvgpu.warpgroup.wait_group(0)
+        if cutlass.const_expr(not sig.roomy):
+            columns = column_factors(sig, numbers, turn, lane, warp, 1)
         inverted = blocks[None, at_b.index]
-        if cutlass.const_expr(sig.unrolled):
-            for w in cutlass.range_constexpr(4):
-                if warp == w:
-                    keep(sig, kk, masked, rest, inverted, mine, numbers, place, turn, lane, w)
-        else:
-            keep_by_blocks(sig, kk, masked, rest, inverted, mine, numbers, turn, lane, warp)
+        keep(sig, kk, masked, rest, tiles, inverted, mine, columns, at_f.index, lane, warp)
+        # Before the next product: what goes to shared memory after it waits for it.
+        left, left_rest = to_p.retile(masked), None
+        if cutlass.const_expr(sig.split):
+            left_rest = to_p.retile(rest)
+        for i in cutlass.range_constexpr(3):
+            if i < warp:
+                put(store, left, left_rest, t_target, t_rest, i, at_f.index)
         if lane < 16:
-            blocks[4 * inverse.NUMBERS + 16 * warp + lane, at_b.index] = strengths[
-                16 * warp + lane, turn
-            ]
+            step = 16 * warp + lane
+            blocks[inverse.LEAVES * inverse.NUMBERS + step, at_b.index] = strengths[step, turn]
         cute.arch.sync_warp()
         if lane == 0:
             pipe_b.producer_commit(at_b)
         if cutlass.const_expr(sig.outputs):
             qk = product.accumulator(thread, C, C)
-            pipe_q.consumer_wait(at_q)
-            key_columns = bK[None, None, None, at_k.index]
-            product.issue(scores, qk, aQ[None, None, None, at_q.index], key_columns, False)
+            if cutlass.const_expr(sig.norm):
+                pipe_q.consumer_wait(at_q)
+            else:
+                pipe_q.consumer_wait(at_q, there)
+            issue(scores, qk, aQ, at_q, bK, at_k)
 
-        # While it runs: an operand, the rows of factors, and the gates of the next chunk.
-        left, left_rest = to_p.retile(masked), None
-        if cutlass.const_expr(sig.split):
-            left_rest = to_p.retile(rest)
-        if cutlass.const_expr(sig.unrolled):
-            for w in cutlass.range_constexpr(1, 4):
-                if warp == w:
-                    for i in cutlass.range_constexpr(w):
-                        put(store, left, left_rest, t_target, t_rest, i, at_f.index)
-        else:
-            for i in cutlass.range_constexpr(3):
-                if i < warp:
-                    put(store, left, left_rest, t_target, t_rest, i, at_f.index)
-        if tid < C:
-            b, total = sums[tid, turn], sums[C - 1, turn]
+        # While it runs: the rows of factors, and the gates of the next chunk.
+        if warp >= 2:
+            row = tid - C
+            b, total = sums[row, turn], sums[C - 1, turn]
             key = Float32(1.0)
             if cutlass.const_expr(sig.norm):
-                key = norms[tid, 0]
-            rows[tid, ERASE, at_f.index] = gate.finite_power(b) * key
-            rows[tid, WRITE, at_f.index] = gate.finite_power(total - b) * key
-            if tid == 0:
+                key = norms[row, 0]
+            rows[row, ERASE, at_f.index] = gate.finite_power(b) * key
+            rows[row, WRITE, at_f.index] = gate.finite_power(total - b) * key
+            if row == 0:
                 last[at_f.index] = cute.math.exp2(total, fastmath=True)
             if cutlass.const_expr(sig.outputs):
-                b, query = query_factor(sig, numbers, scale, turn, tid % sig.queries)
-                if tid < sig.queries:
-                    rows[tid, QUERY, at_f.index] = gate.finite_power(b) * query
+                b, query = query_factor(sig, numbers, scale, turn, row % sig.queries)
+                if row < sig.queries:
+                    rows[row, QUERY, at_f.index] = gate.finite_power(b) * query
         if warp == 0:
             start, length = following * C, work.end - work.begin
             decays(sig, raw, numbers, 1 - turn, amplitude, bias, start, length, lane)
         if cutlass.const_expr(sig.outputs):
+            asked = asked_factors(sig, numbers, scale, turn, lane, warp)
+            if cutlass.const_expr(sig.roomy):
+                columns = column_factors(sig, numbers, turn, lane, warp, sig.n)
             cute.nvgpu.warpgroup.wait_group(0)
-            pipe_k.consumer_release(at_k)
             pipe_q.consumer_release(at_q)
-            if cutlass.const_expr(sig.unrolled):
-                for w in cutlass.range_constexpr(sig.queries // 16):
-                    if warp == w:
-                        mask(sig, qk, masked, rest, numbers, scale, place, turn, lane, w)
-            elif warp < sig.queries // 16:
-                mask_by_blocks(sig, qk, masked, rest, numbers, scale, turn, lane, warp)
-            if cutlass.const_expr(sig.n == 1 and sig.unrolled):
+            if cutlass.const_expr(not sig.roomy):
+                columns = column_factors(sig, numbers, turn, lane, warp, sig.n)
+            mask(sig, qk, masked, rest, asked, columns, lane, warp)
+        pipe_k.consumer_release(at_k)
+        at_k.advance()
+        # The next chunk's, while this one's are written; after the last one, of no use.
+        if c + 1 < work.chunks:
+            pipe_k.consumer_wait(at_k)
+        issue(scores, kk, aK, at_k, bK, at_k)
+        if cutlass.const_expr(sig.outputs):
+            if warp < sig.queries // 16:
                 cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
                 if cutlass.const_expr(sig.split):
                     cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
-            else:
-                if warp < sig.queries // 16:
-                    cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
-                    if cutlass.const_expr(sig.split):
-                        cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
-        else:
-            pipe_k.consumer_release(at_k)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
             pipe_f.producer_commit(at_f)
-        at_k.advance()
         at_q.advance()
         at_f.advance()
         at_b.advance()
         meet(sig)
+    cute.nvgpu.warpgroup.wait_group(0)
+
+
+@cute.jit
+def issue(mma, acc, a, at_a, b, at_b):
+    """Scores of two tiles, not waited for."""
+    product.issue(mma, acc, a[None, None, None, at_a.index], b[None, None, None, at_b.index], False)
 
 
 # Gates ------------------------------------------------------------------------------------------
@@ -180,8 +185,8 @@ def fetch(sig: cutlass.Constexpr, gates, work, chunk, lane):
 
 @cute.jit
 def decays(sig: cutlass.Constexpr, raw, numbers, turn, amplitude, bias, start, end, lane):
-    """One warp: sums of 64 steps' decays, and their strengths; none past the end. A token's decay
-    belongs to the first of its steps."""
+    """One warp: sums of 64 steps' decays, their strengths, and the decay from every step to the
+    blocks of 16 after it; none past the end. A token's decay belongs to the first of its steps."""
     sums, strengths = numbers.sums[None, turn], numbers.strengths[None, turn]
     found = []
     for i in cutlass.range_constexpr(2):
@@ -193,24 +198,35 @@ def decays(sig: cutlass.Constexpr, raw, numbers, turn, amplitude, bias, start, e
         strength = gate.strength(raw[2 + i].to(Float32), sig.sigmoid, sig.double)
         found.append(decay if decays_here else Float32(0.0))
         strengths[2 * lane + i] = strength if inside else Float32(0.0)
-    sums[2 * lane], sums[2 * lane + 1] = gate.sums(found[0], found[1], lane)
+    first, second = gate.sums(found[0], found[1], lane)
+    sums[2 * lane], sums[2 * lane + 1] = first, second
+    for block in cutlass.range_constexpr(1, C // 16):
+        start = cute.arch.shuffle_sync(first, 8 * block)
+        powers = numbers.powers[None, block, turn]
+        powers[2 * lane] = gate.finite_power(start - first)
+        powers[2 * lane + 1] = gate.finite_power(start - second)
 
 
 # Scores -----------------------------------------------------------------------------------------
 
 
+# exp(b_i - b_j) is, left of a block on the diagonal, the decay from j to the block's first step times
+# that from there to i: neither is above 1 where no gate grows, so that neither overflows.
+
+
 @cute.jit
 def key_factors(sig: cutlass.Constexpr, numbers, turn, top):
-    """Of rows r and r + 8: cumulative decay, and what scales a row of L, with its strength and
-    without."""
+    """Of rows r and r + 8: cumulative decay, and what scales a row of G: on the diagonal with its
+    strength, or negated; left of it, from the block's first step on, negated."""
     sums, strengths, norms = numbers.sums, numbers.strengths, numbers.norms
-    found = []
+    start, found = sums[top // 16 * 16, turn], []
     for i in cutlass.range_constexpr(2):
         row = top + 8 * i
-        key = Float32(1.0)
+        key, b = Float32(1.0), sums[row, turn]
         if cutlass.const_expr(sig.norm):
             key = norms[row, 0]
-        found.append((sums[row, turn], strengths[row, turn] * key, key))
+        power = gate.finite_power(b - start)
+        found.append((b, strengths[row, turn] * key, -key, -key * power))
     return found
 
 
@@ -224,125 +240,109 @@ def query_factor(sig: cutlass.Constexpr, numbers, scale, turn, row):
 
 
 @cute.jit
-def keep(
-    sig: cutlass.Constexpr, kk, joined, rest, blocks, mine, numbers, place, turn, lane,
-    w: cutlass.Constexpr,
-):  # fmt: skip
-    """Rows 16 w to 16 w + 15 of L: the block on the diagonal in fp32 for its inverse, and what lies
-    left of it, without strengths and negated, as an operand."""
-    for group in cutlass.range_constexpr(2 * (w + 1)):
-        b_columns = product.pair(numbers.sums[None, turn], lane, group)
-        keys = key_norms(sig, numbers.norms, lane, group)
-        for e in cutlass.range_constexpr(4):
-            i = 4 * group + e
-            b, strength, key = mine[e // 2]
-            power = gate.finite_power(b - b_columns[e % 2])
-            value = kk[i] * power * keys[e % 2]
-            row, column = place[i]
-            if cutlass.const_expr(group // 2 == w):
-                leaf = inverse.leaf(blocks, w)
-                leaf[row - 16 * w, column - 16 * w] = strength * value
-            else:
-                product.rounded(-key * value, joined, rest, i)
+def asked_factors(sig: cutlass.Constexpr, numbers, scale, turn, lane, warp):
+    """Of queries r and r + 8: cumulative decay, and what scales a row of P: among the steps of the
+    warp's tokens, and before them."""
+    within = warp % (sig.queries // 16)  # warps without queries compute what is not used
+    start, found = numbers.sums[16 * sig.n * within, turn], []
+    for i in cutlass.range_constexpr(2):
+        row = 16 * within + lane // 4 + 8 * i
+        b, query = query_factor(sig, numbers, scale, turn, row)
+        found.append((b, query, query * gate.finite_power(b - start)))
+    return found
 
 
 @cute.jit
-def mask(
-    sig: cutlass.Constexpr, qk, masked, rest, numbers, scale, place, turn, lane,
-    w: cutlass.Constexpr,
+def column_factors(
+    sig: cutlass.Constexpr, numbers, turn, lane, warp, width: cutlass.Constexpr
 ):  # fmt: skip
-    """Rows 16 w to 16 w + 15 of P, queries at the last steps of their tokens, in the io dtype, and
-    what that loses."""
-    mine = []
-    for i in cutlass.range_constexpr(2):
-        mine.append(query_factor(sig, numbers, scale, turn, 16 * w + lane // 4 + 8 * i))
-    for group in cutlass.range_constexpr(C // 8):
-        b_columns = product.pair(numbers.sums[None, turn], lane, group)
+    """Of this thread's columns: of blocks of 16 before the warp's rows the decay to their first
+    step, and of the `width` blocks that the rows end in the cumulative decay; both with norms."""
+    within = warp % (4 // width)
+    before, ending = [], []
+    for group in cutlass.range_constexpr(2 * (4 - width)):
+        pair = product.pair(numbers.powers[None, within * width, turn], lane, group)
         keys = key_norms(sig, numbers.norms, lane, group)
-        for e in cutlass.range_constexpr(4):
-            i = 4 * group + e
-            first, most = 16 * w * sig.n, 16 * (w + 1) * sig.n  # steps of these rows
-            if cutlass.const_expr(8 * group >= most):
-                masked[i] = sig.io(0.0)
-                if cutlass.const_expr(sig.split):
-                    rest[i] = sig.io(0.0)
+        before.append((pair[0] * keys[0], pair[1] * keys[1]))
+    for i in cutlass.range_constexpr(2 * width):
+        group = 2 * width * within + i
+        pair = product.pair(numbers.sums[None, turn], lane, group)
+        ending.append((pair, key_norms(sig, numbers.norms, lane, group)))
+    return before, ending
+
+
+@cute.jit
+def chosen(acc, at: cutlass.Constexpr, step: cutlass.Constexpr, which):
+    """Element at + step * which of an accumulator."""
+    found = acc[at]
+    for i in cutlass.range_constexpr(1, (cute.size(acc) - at + step - 1) // step):
+        found = acc[at + step * i] if which == i else found
+    return found
+
+
+@cute.jit
+def keep(
+    sig: cutlass.Constexpr, kk, joined, rest, tiles, blocks, mine, columns, stage, lane, warp
+):  # fmt: skip
+    """Rows of G, 16 a warp: negated, as operands, what is left of the block of 16 on the diagonal,
+    and the lower left 8 by 8 of that; the other two of it, with strengths, in fp32 for their
+    inverses. All warps go through the same code without branches, so that loads come ahead."""
+    before, ending = columns
+    for i in cutlass.range_constexpr(24):  # of no use from the diagonal on
+        value = mine[i % 4 // 2][3] * kk[i] * before[i // 4][i % 2]
+        product.rounded(value, joined, rest, i)
+    for i in cutlass.range_constexpr(8):
+        b, strength, minus, _ = mine[i % 4 // 2]
+        down, aside = i % 4 // 2, i // 4
+        sums, keys = ending[aside]
+        if cutlass.const_expr(down >= aside):
+            value = chosen(kk, i, 8, warp) * gate.finite_power(b - sums[i % 2]) * keys[i % 2]
+            row, column = lane // 4, lane % 4 * 2 + i % 2
+            if cutlass.const_expr(down == aside):
+                inverse.leaf(blocks, 2 * warp + down)[row, column] = strength * value
             else:
-                b, query = mine[e // 2]
-                power = gate.finite_power(b - b_columns[e % 2])
-                value = query * qk[i] * power * keys[e % 2]
-                if cutlass.const_expr(8 * group + 7 >= first):
-                    row, column = place[i]
-                    value = value if column < (row + 1) * sig.n else Float32(0.0)
-                product.rounded(value, masked, rest, i)
+                low = (minus * value).to(sig.io)
+                row, column = 16 * warp + 8 + row, 16 * warp + column
+                tiles.T[row, column, stage] = low
+                if cutlass.const_expr(sig.split):
+                    lost = minus * value - low.to(Float32)
+                    tiles.T_rest[row, column, stage] = lost.to(sig.io)
+
+
+@cute.jit
+def mask(sig: cutlass.Constexpr, qk, masked, rest, asked, columns, lane, warp):
+    """Rows of P, 16 queries a warp, at the last steps of their tokens, in the io dtype, and what
+    that loses."""
+    before, ending = columns
+    n, warps = sig.n, sig.queries // 16
+    last = cute.make_rmem_tensor(8 * n, Float32)  # of blocks that the rows end in
+    for i in cutlass.range_constexpr(8 * n):
+        b, query, _ = asked[i % 4 // 2]
+        sums, keys = ending[i // 4]
+        power = gate.finite_power(b - sums[i % 2]) * keys[i % 2]
+        end = (lane // 4 + 8 * (i % 4 // 2) + 1) * n - lane % 4 * 2
+        inside = i // 4 * 8 + i % 2 < end
+        value = query * chosen(qk, i, 8 * n, warp) * power
+        last[i] = value if inside else Float32(0.0)
+    for block in cutlass.range_constexpr(4):
+        for i in cutlass.range_constexpr(8):
+            value = Float32(0.0)
+            if cutlass.const_expr(block < 4 - n):
+                earlier = (
+                    asked[i % 4 // 2][2] * qk[8 * block + i] * before[2 * block + i // 4][i % 2]
+                )
+                value = earlier if block < warp * n else value
+            value = last[block % n * 8 + i] if warp == block // n else value
+            product.rounded(value, masked, rest, 8 * block + i)
 
 
 @cute.jit
 def put(store, left, left_rest, target, target_rest, block: cutlass.Constexpr, stage):
-    """A block of T's operand left of the diagonal, and what it loses, into a tile."""
+    """A block of -G, left of the diagonal, and what it loses, into a tile."""
     cute.copy(store, left[(None, block), None, None], target[(None, block), None, None, stage])
     if cutlass.const_expr(left_rest is not None):
         source = left_rest[(None, block), None, None]
         cute.copy(store, source, target_rest[(None, block), None, None, stage])
-
-
-# The same in blocks of 16 columns, each taken by a branch, so that all warps run through the same
-# code and the instruction cache holds it.
-
-
-@cute.jit
-def keep_by_blocks(
-    sig: cutlass.Constexpr, kk, joined, rest, blocks, mine, numbers, turn, lane, warp
-):  # fmt: skip
-    """Rows of L: the block on the diagonal in fp32 for its inverse, and what lies left of it,
-    without strengths and negated, as an operand."""
-    leaf = inverse.leaf(blocks, warp)
-    for block in cutlass.range_constexpr(C // 16):
-        if block <= warp:
-            values = cute.make_rmem_tensor(8, Float32)
-            for i in cutlass.range_constexpr(8):
-                group, e = 2 * block + i // 4, i % 4
-                if cutlass.const_expr(e == 0):
-                    b_columns = product.pair(numbers.sums[None, turn], lane, group)
-                    keys = key_norms(sig, numbers.norms, lane, group)
-                power = gate.finite_power(mine[e // 2][0] - b_columns[e % 2])
-                values[i] = kk[8 * block + i] * power * keys[e % 2]
-            if block == warp:
-                for i in cutlass.range_constexpr(8):
-                    row, column = lane // 4 + i % 4 // 2 * 8, lane % 4 * 2 + i // 4 * 8 + i % 2
-                    leaf[row, column] = mine[i % 4 // 2][1] * values[i]
-            else:
-                for i in cutlass.range_constexpr(8):
-                    key = mine[i % 4 // 2][2]
-                    product.rounded(-key * values[i], joined, rest, 8 * block + i)
-
-
-@cute.jit
-def mask_by_blocks(sig: cutlass.Constexpr, qk, masked, rest, numbers, scale, turn, lane, warp):
-    """Rows of P, queries at the last steps of their tokens, in the io dtype, and what that
-    loses."""
-    mine, ends = [], []
-    for i in cutlass.range_constexpr(2):
-        row = 16 * warp + lane // 4 + 8 * i
-        mine.append(query_factor(sig, numbers, scale, turn, row))
-        ends.append((row + 1) * sig.n - lane % 4 * 2)
-    for block in cutlass.range_constexpr(C // 16):
-        values = cute.make_rmem_tensor(8, Float32)
-        values.fill(0.0)
-        if block < (warp + 1) * sig.n:
-            for i in cutlass.range_constexpr(8):
-                group, e = 2 * block + i // 4, i % 4
-                if cutlass.const_expr(e == 0):
-                    b_columns = product.pair(numbers.sums[None, turn], lane, group)
-                    keys = key_norms(sig, numbers.norms, lane, group)
-                b, query = mine[e // 2]
-                power = gate.finite_power(b - b_columns[e % 2])
-                values[i] = query * qk[8 * block + i] * power * keys[e % 2]
-            if block >= warp * sig.n:
-                for i in cutlass.range_constexpr(8):
-                    inside = 16 * block + i // 4 * 8 + i % 2 < ends[i % 4 // 2]
-                    values[i] = values[i] if inside else Float32(0.0)
-        for i in cutlass.range_constexpr(8):
-            product.rounded(values[i], masked, rest, 8 * block + i)
 
 
 # Norms ------------------------------------------------------------------------------------------

@@ -3,12 +3,11 @@
 Algorithm, for a chunk of 64 steps with cumulative log decay b, and the state S [V, K]:
 
     W^T  = V^T - S K^T diag(exp b)
-    U    = (I + L)^-1 diag(beta) W             L_ij = beta_i exp(b_i - b_j) k_i.k_j       (j < i)
+    U    = T W,  T = (I + diag(beta) G)^-1 diag(beta)   G_ij = exp(b_i - b_j) k_i.k_j     (j < i)
     O^T  = S Q^T diag(scale exp b) + U^T P^T   P_ij = scale exp(b_i - b_j) q_i.k_j        (j <= i)
     S   <- exp(b_64) S + U^T diag(exp(b_64 - b)) K
 
-U comes 16 tokens at a time: U_i = T_i (W_i - sum_j<i G_ij U_j), T_i the inverse of a block on the
-diagonal with its strengths, G_ij = exp(b_i - b_j) k_i.k_j. Blocks are inverted in fp32.
+T is inverted in blocks of 16 steps in fp32, and joined by products of blocks: `lib.inverse`.
 
 Whatever holds V is transposed: tokens are columns, a factor of a token scales a column of an
 accumulator, and S, W and U are the register operand of wgmma: they never pass through shared
@@ -22,11 +21,11 @@ matrix, without queries; `link` carries the state over the segments; "close" sta
 
 Warpgroups, a file each
     load     warp 0 loads K and Q, warp 1 loads V: TMA into rings of chunks;
-             warps 2 and 3 invert the blocks on the diagonal, two each
+             warps 2 and 3 make T of G
     advance  one for each 64 rows of V: the state, and all products that read or write it; two of
              them start a chunk in turn, so that one multiplies while the other converts;
              in the phase "retreat": retreat
-    factor   gates, scores, G and P, up to two chunks ahead of the state
+    factor   gates, scores, G (where T will be) and P, up to two chunks ahead of the state
 
 Shared memory at K = V = 128: K 3 x 16 KB, Q 2 x 16, V 2 x 16, O 2 x 16, T and P 3 x 8 each, blocks
 to invert 2 x 5.4, factors 4: 207 KB. Tiles are in the 128-byte swizzle; the scores read K as it is,
@@ -46,7 +45,7 @@ from lagraph.engines.frost.kernels.factor import factor
 from lagraph.engines.frost.kernels.lib import fake, ragged, segment
 from lagraph.engines.frost.kernels.load import invert, keys, values
 from lagraph.engines.frost.kernels.retreat import retreat
-from lagraph.engines.frost.kernels.shared import Work, allocate, layouts
+from lagraph.engines.frost.kernels.shared import Work, allocate, clear, layouts
 from lagraph.engines.frost.kernels.tile import (
     CHAINED,
     COMPACT,
@@ -164,25 +163,13 @@ class Forward(Signature):
 
     @property
     def spills(self) -> int:
-        """Two CTAs an SM are worth it: 8 x 4096, 8/32 heads, K = V = 64 in 0.228 ms, not 0.285; and
-        so are two advancing warpgroups."""
-        if self.paired:
-            return 96
-        return 128 if self.split and self.slices == 2 else 0
+        """Bytes let pass: two advancing warpgroups are worth them."""
+        return 160 if self.split and self.slices == 2 else 0
 
     @property
-    def sparing(self) -> bool:
-        """Whether registers are few: what is written goes into the state at once, and queries meet
-        it last."""
-        return self.paired or self.split
-
-    @property
-    def unrolled(self) -> bool:
-        """Whether warps that factor have code each. Where that is long, or few warps wait for it,
-        they share it: K = V = 64 at 8 x 4096, 8/32 heads 0.222 ms for 0.228, with norms 0.242 for
-        0.276; 64 of 128 rows of V at 1 x 2048 0.074 for 0.080. But two advancing warpgroups without
-        norms took 0.387 ms for 0.376 (K = V = 128)."""
-        return self.slices == 2 and not self.norm
+    def roomy(self) -> bool:
+        """Whether warps that factor have registers for numbers that they will need."""
+        return not (self.split or self.paired or self.norm)
 
     @property
     def stagger(self) -> bool:
@@ -266,12 +253,13 @@ class ForwardKernel:
             cute.arch.griddepcontrol_launch_dependents()
         work = mine(sig, cu, steps, HO, cut)
         tiles, numbers, rings = allocate(sig, laid)
+        clear(sig, tiles)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(warp // 4)
-        load, advanced, factored = registers(sig.slices, sig.n, sig.per_sm)
+        load, advanced, factored = registers(sig.slices, sig.K, sig.per_sm)
         if group == 0:
             cute.arch.setmaxregister_decrease(load)
             if warp == 0:

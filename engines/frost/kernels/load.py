@@ -1,15 +1,12 @@
-"""The first warpgroup: one warp loads keys and queries, one values, two invert blocks."""
+"""The first warpgroup: one warp loads keys and queries, one values, two make T."""
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32
 
 from lagraph.engines.frost.kernels.lib import inverse, ragged
-from lagraph.engines.frost.kernels.tile import (
-    PART,
-    C,
-)
+from lagraph.engines.frost.kernels.shared import JOIN
+from lagraph.engines.frost.kernels.tile import C
 
 __all__ = ["invert", "keys", "values"]
 
@@ -73,31 +70,24 @@ def values(sig: cutlass.Constexpr, atoms, views, tiles, rings, groups, work):
 
 @cute.jit
 def invert(sig: cutlass.Constexpr, tiles, numbers, rings, work, warp):
-    """Warps 2 and 3 (`warp` 0 and 1): of every chunk the inverses of two blocks of 16 tokens, times
-    strengths."""
-    T, blocks = tiles.T, numbers.blocks
+    """Warps 2 and 3 (`warp` 0 and 1): every chunk's T."""
+    T, using = [tiles.T], inverse.tools(sig.io)
+    if cutlass.const_expr(sig.split):
+        T.append(tiles.T_rest)
     pipe_f, pipe_b = rings.factors, rings.blocks
-    lane = cute.arch.lane_idx()
-    column = warp * 2 * PART + lane
     at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, sig.stages.blocks)
     at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.factors)
     for _ in cutlass.range(work.chunks, unroll=1):
-        pipe_b.consumer_wait(at_b)
-        chunk = blocks[None, at_b.index]
-        strength = chunk[4 * inverse.NUMBERS + column]
-        x = inverse.substitute(chunk.iterator + warp * (2 * inverse.NUMBERS), lane)
-        pipe_f.producer_acquire(at_f)
-        for i in cutlass.range_constexpr(PART):
-            row = column // PART * PART + i
-            value = x[i] * strength
-            T[row, column, at_f.index] = value.to(sig.io)
-            if cutlass.const_expr(sig.split):
-                lost = value - value.to(sig.io).to(Float32)
-                tiles.T_rest[row, column, at_f.index] = lost.to(sig.io)
+        # Of a shuffle, so that no address is kept over the loop: registers are few.
+        lane = cute.arch.shuffle_sync(cute.arch.lane_idx(), cute.arch.lane_idx())
+        pipe_b.consumer_wait(at_b)  # whoever wrote them has found this stage of factors free
+        numbers_here = numbers.blocks[None, at_b.index].iterator
+        stage = at_f.index * (C * C * sig.io.width // 8)
+        parts = [tile.iterator.toint() + stage for tile in T]
+        inverse.invert(using, parts, numbers_here, sig.io, warp, lane, JOIN)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
             pipe_f.producer_commit(at_f)
-            pipe_b.consumer_release(at_b)
         at_b.advance()
         at_f.advance()

@@ -3,11 +3,10 @@
 With D for the gradient of O, for a chunk whose state leaves with the gradient S [V, K]:
 
     X^T  = S K^T diag(exp(b_64 - b)) + D^T P              what U is due
-    W^T  = X^T (I + L)^-1 diag(beta)                      what V is due
+    W^T  = X^T T                                          what V is due
     S   <- exp(b_64) S + D^T diag(scale exp b) Q - W^T diag(exp b) K
 
-It takes the same tiles as `advance`, transposed: W comes 16 tokens at a time from the last ones on,
-W_i = T_i^T (X_i - sum_j>i G_ji^T W_j).
+It takes the same tiles as `advance`, transposed: W = T^T X.
 """
 
 import cutlass
@@ -19,7 +18,6 @@ from lagraph.engines.frost.kernels.lib import product, segment
 from lagraph.engines.frost.kernels.shared import first_turn, give_turn, places, take_turn
 from lagraph.engines.frost.kernels.tile import (
     ERASE,
-    PART,
     QUERY,
     SLICE,
     WRITE,
@@ -42,28 +40,23 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
     by_token = product.of_registers(dtype, C)
     by_score = product.of_registers(dtype, C, OperandMajorMode.MN)
     by_query = product.of_registers(dtype, sig.queries)
-    by_part = product.of_registers(dtype, PART, OperandMajorMode.MN)
     by_key = product.of_registers(dtype, sig.K, OperandMajorMode.MN)
     thread, thread_s = by_token.get_slice(tid), by_score.get_slice(tid)
-    thread_q, thread_p = by_query.get_slice(tid), by_part.get_slice(tid)
-    thread_k = by_key.get_slice(tid)
+    thread_q, thread_k = by_query.get_slice(tid), by_key.get_slice(tid)
     bK = thread.make_fragment_B(thread.partition_B(tiles.K))
     scores = cute.local_tile(tiles.P, (sig.queries, C, sig.stages.factors), (0, 0, 0))
     bP = thread_s.make_fragment_B(thread_s.partition_B(product.transposed(scores)))
-    bT = thread_p.make_fragment_B(thread_p.partition_B(product.transposed(tiles.T)))
+    bT = thread_s.make_fragment_B(thread_s.partition_B(product.transposed(tiles.T)))
     queries = cute.local_tile(tiles.Q, (sig.queries, sig.K, sig.stages.Q), (0, 0, 0))
     bQ = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(queries)))
     bKt = thread_k.make_fragment_B(thread_k.partition_B(product.transposed(tiles.K)))
 
     S = product.accumulator(thread_k, SLICE, sig.K)
     X = product.accumulator(thread_s, SLICE, C)
-    U = product.accumulator(thread_p, SLICE, PART)
-    W = tuple(product.accumulator(thread_p, SLICE, PART) for _ in range(C // PART))
-    count = cute.size(U)
+    W = product.accumulator(thread_s, SLICE, C)
     S_in, S_low = product.as_operand(thread, S, dtype, SLICE, sig.K)
     W_in, W_low = product.as_operand(thread, X, dtype, SLICE, C)
-    U_in, U_low = product.as_operand(thread, X, dtype, SLICE, C)
-    part_in, part_low = product.as_operand(thread_p, U, dtype, SLICE, PART)
+    X_in, X_low = product.as_operand(thread, X, dtype, SLICE, C)
     D = product.accumulator(thread_q, SLICE, sig.queries)
     D_in, D_low = product.as_operand(thread_q, D, dtype, SLICE, sig.queries)
     E_in, E_low = product.as_operand(thread_q, D, dtype, SLICE, sig.queries)
@@ -106,30 +99,13 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
             S[i] = decay * S[i]
         cute.nvgpu.warpgroup.wait_group(0)
         pipe_v.consumer_release(at_v)  # a product is done that depends on its loads: see `advance`
-        for i in cutlass.range_constexpr(cute.size(X)):
-            piece = W[i // count]
-            piece[i % count] = X[i]
-
-        # W, 16 tokens at a time: their own, then what they take from those before.
-        stage = bT[None, None, None, at_f.index]
-        for back in cutlass.range_constexpr(C // PART):
-            p = C // PART - 1 - back
-            part_low.store(W[p].load().to(dtype))
-            product.issue_block(by_part, U, part_in, stage, p, p, 1, False)
-            if cutlass.const_expr(p == 0):
-                give_turn(sig, wg, c + 1 < work.chunks)
-            cute.nvgpu.warpgroup.wait_group(0)
-            for i in cutlass.range_constexpr(count):
-                U_low[p * count + i] = U[i].to(dtype)
-            for n in cutlass.range_constexpr(p):
-                product.issue_block(
-                    by_part, W[p - 1 - n], U_in[None, None, p], stage, p - 1 - n, p, 1, True
-                )
-            product.scaled(U, W_low, rows[None, ERASE, at_f.index], lane, p, True)
-            if cutlass.const_expr(p > 0):
-                cute.nvgpu.warpgroup.wait_group(p - 1)
+        X_low.store(X.load().to(dtype))
+        product.issue(by_score, W, X_in, bT[None, None, None, at_f.index], False)
+        give_turn(sig, wg, c + 1 < work.chunks)
         pipe_q.consumer_wait(at_q)
         product.issue(by_key, S, E_in, bQ[None, None, None, at_q.index], True)
+        cute.nvgpu.warpgroup.wait_group(1)
+        product.scaled(W, W_low, rows[None, ERASE, at_f.index], lane, 0, True)
         product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
         cute.nvgpu.warpgroup.wait_group(0)
         pipe_q.consumer_release(at_q)

@@ -16,11 +16,12 @@ from lagraph.engines.frost.kernels.tile import (
 )
 
 __all__ = [
-    "Numbers", "Rings", "Tiles", "Work", "allocate", "first_turn", "give_turn", "layouts",
+    "JOIN", "Numbers", "Rings", "Tiles", "Work", "allocate", "clear", "first_turn", "give_turn", "layouts",
     "places", "take_turn",
 ]  # fmt: skip
 
 TURN = 4  # the first of two named barriers
+JOIN = 6  # where the warps meet that make T
 
 
 class Work(NamedTuple):
@@ -57,15 +58,19 @@ class Tiles(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """fp32 numbers. Sums are cumulative log2 decays; theirs and the strengths' last mode is a chunk
-    in turn, that of norms is keys and queries."""
+    """fp32 numbers. Sums are cumulative log2 decays, powers the decays from a step to the first one
+    of a block of 16 after it; the last mode of both and of strengths is a chunk in turn, that of
+    norms is keys and queries."""
 
-    blocks: cute.Tensor  # what the inverse reads: four blocks of L, and the strengths of the chunk
+    blocks: (
+        cute.Tensor
+    )  # what the inverse reads: blocks on the diagonal, and the strengths of the chunk
     rows: cute.Tensor  # [C, FACTORS, stages]
     last: cute.Tensor  # decay of a whole chunk
     sums: cute.Tensor
     strengths: cute.Tensor
     norms: cute.Tensor
+    powers: cute.Tensor  # [C, blocks, 2]
 
 
 class Rings(NamedTuple):
@@ -107,12 +112,13 @@ def allocate(sig, laid):
         return smem.allocate_tensor(Float32, cute.make_layout(shape), align)
 
     filled = Numbers(
-        blocks=numbers(4 * inverse.NUMBERS + C, kept.blocks),
+        blocks=numbers(inverse.NUMBERS * inverse.LEAVES + C, kept.blocks),
         rows=numbers(C, FACTORS, kept.factors),
         last=numbers(kept.factors, align=16),
         sums=numbers(C, 2),
         strengths=numbers(C, 2),
         norms=numbers(C, 2),
+        powers=numbers(C, C // 16, 2),
     )
     advancing = 4 * sig.slices  # warps
     nbytes = C * sig.io.width // 8
@@ -122,6 +128,23 @@ def allocate(sig, laid):
     factors = written(bar_f, kept.factors, 6, advancing)
     blocks = written(bar_b, kept.blocks, 4, 2)
     return tiles, filled, Rings(Q, K, V, factors, blocks)
+
+
+@cute.jit
+def clear(sig: cutlass.Constexpr, tiles):
+    """T above the diagonal, which nobody writes: all of it, by all threads, who have to meet yet."""
+    tid, _, _ = cute.arch.thread_idx()
+    zeros = cute.make_rmem_tensor(8, sig.io)
+    zeros.fill(0.0)
+    for tile in (tiles.T, tiles.T_rest):
+        if cutlass.const_expr(tile is not None):
+            count = C * C * sig.stages.factors // 8
+            flat = cute.make_tensor(tile.iterator, cute.make_layout((8, count)))
+            for turn in cutlass.range_constexpr((count + sig.threads - 1) // sig.threads):
+                at = turn * sig.threads + tid
+                if at < count:
+                    cute.autovec_copy(zeros, flat[None, at])
+    cute.arch.fence_view_async_shared()
 
 
 def places(sig):

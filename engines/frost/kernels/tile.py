@@ -9,7 +9,6 @@ __all__ = [
     "ERASE",
     "FACTORS",
     "FULL",
-    "PART",
     "QUERY",
     "SLICE",
     "SPLIT",
@@ -20,7 +19,6 @@ __all__ = [
 ]
 
 C = 64  # steps of a chunk
-PART = 16  # rows of a block of T
 SLICE = 64  # rows of V of one warpgroup
 # Rows of factors that the state's warpgroups read, per token: of S k, of S q, of u in the update.
 ERASE, QUERY, WRITE, FACTORS = 0, 1, 2, 3
@@ -36,7 +34,11 @@ class Stages(NamedTuple):
     V: int = 2
     O: int = 2
     factors: int = 3
-    blocks: int = 2
+
+    @property
+    def blocks(self) -> int:
+        """As many as of factors, so that where one is free the other is."""
+        return self.factors
 
 
 # Of one CTA an SM, of two, and where T and P are kept in two parts.
@@ -45,12 +47,12 @@ FULL, COMPACT, SPLIT = Stages(), Stages(O=1, factors=2), Stages(factors=2)
 # Registers a thread by warpgroup (load, advance, factor), by the number of advancing warpgroups:
 # together at most 65536 an SM.
 REGISTERS = {1: (96, 240, 128), 2: (48, 192, 80)}
-SUBSTEPS = {1: (96, 240, 128), 2: (48, 176, 112)}  # with fewer queries, whose masks are longer
-HALF = (40, 128, 72)  # of two CTAs
+SMALL = {1: (96, 240, 128), 2: (64, 160, 128)}  # K of 64
+HALF = (32, 144, 64)  # of two CTAs
 
 
-def registers(slices: int, n: int, per_sm: int) -> tuple[int, int, int]:
+def registers(slices: int, K: int, per_sm: int) -> tuple[int, int, int]:
     """Registers a thread of the loading, advancing and factoring warpgroups."""
     if per_sm == 2:
         return HALF
-    return (REGISTERS if n == 1 else SUBSTEPS)[slices]
+    return (SMALL if K == 64 else REGISTERS)[slices]

@@ -1,26 +1,45 @@
-"""Inverses of unit lower triangular blocks of 16 rows, in fp32, two blocks a warp.
+"""T = (I + diag(beta) G)^-1 diag(beta) of a chunk of 64 steps, G strictly lower, by two warps.
 
-Lanes 0 to 15 hold a column each of the first block's inverse, lanes 16 to 31 of the second's, by
-substitution. Nothing is squared, so that correlated keys, whose powers grow, do no harm. Blocks are
-joined by whoever applies them: see `kernels.forward`.
+Blocks of 8 rows on the diagonal are inverted in fp32, four a warp, a column a lane, by
+substitution. Nothing is squared, so that correlated keys, whose powers grow, do no harm. Left of
+them T comes by products of 16-bit blocks, twice the size at a time (blocks of 8, of 16, of 32):
 
-In shared memory a block is transposed (only what is below the diagonal is read), fp32, with a pitch
-of 20: its columns start at 16 bytes, and the columns of an accumulator meet no bank twice.
+    T_ij = T_ii (-G_ij) T_jj
+
+in place of -G, whoever wrote that. Factors are those that are written, rounded: what multiplies W
+is then as near to the inverse of one matrix as if its blocks were applied one by one.
+
+The transposes of T_ij and of T_ii^-1 T_ij are the rows of these products, so that results become
+operands in registers. A tile is [64, 64] in the 128-byte swizzle: 16 bytes at (row, 8 c) are at
+128 row + 16 (c ^ row % 8), and a lane that knows its place in one block of 16 finds it in all.
+
+A block to invert is fp32 and transposed (only what is below the diagonal is read), with a pitch of
+12: its columns start at 16 bytes, and neither those nor the columns of an accumulator meet a bank
+twice.
 """
+
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.cute.nvgpu import warp as level
 
-__all__ = ["LEAF", "NUMBERS", "leaf", "substitute"]
+from lagraph.engines.frost.kernels.lib import product
 
-LEAF = 16
-PITCH = 20
-NUMBERS = LEAF * PITCH  # fp32 numbers of one block
+__all__ = ["LEAF", "LEAVES", "NUMBERS", "Tools", "invert", "leaf", "tools"]
+
+LEAF = 8
+LEAVES = 8  # of a chunk
+PITCH = 12
+NUMBERS = LEAF * PITCH + 4  # fp32 numbers of one block
+BLOCK = 16  # rows of a block of products
+ROW = 128  # bytes of a row of T
+DOWN, ASIDE = BLOCK * ROW, 32  # bytes between blocks of 16: added, and exclusive-ored
 
 
 @cute.jit
-def leaf(numbers: cute.Tensor, index: cutlass.Constexpr):
+def leaf(numbers: cute.Tensor, index):
     """Where a block goes: indexed (row, column)."""
     start = numbers.iterator + index * NUMBERS
     return cute.make_tensor(start, cute.make_layout((LEAF, LEAF), stride=(1, PITCH)))
@@ -39,12 +58,11 @@ def below(start, j: cutlass.Constexpr):
 
 
 @cute.jit
-def substitute(numbers, lane):
-    """One warp, two blocks from `numbers` on: column lane % 16 of the inverse of lane / 16."""
-    start = numbers + cute.assume(lane // LEAF * NUMBERS, divby=4)
+def substitute(start, column):
+    """A column of the inverse of the block that starts there."""
     x = []
     for i in cutlass.range_constexpr(LEAF):
-        x.append(Float32(1.0) if lane % LEAF == i else Float32(0.0))
+        x.append(Float32(1.0) if column == i else Float32(0.0))
     ahead = below(start, 0)  # one column ahead: a load takes longer than a step
     for j in cutlass.range_constexpr(LEAF - 1):
         quads = ahead
@@ -56,3 +74,189 @@ def substitute(numbers, lane):
                 if cutlass.const_expr(i > j):
                     x[i] = x[i] - quads[q - (j + 1) // 4][e] * x[j]
     return x
+
+
+class Tools(NamedTuple):
+    """One warp's product a @ b^T of a [16, 16], and how blocks come and go: each of its matrices of
+    8 by 8 as it is or transposed."""
+
+    mma: Any
+    plain: Any
+    turned: Any
+    pair: Any  # two matrices, transposed
+    out: Any
+    out_pair: Any
+
+
+def tools(dtype):
+    def load(turned, count):
+        op = level.LdMatrix8x8x16bOp(transpose=turned, num_matrices=count)
+        return cute.make_copy_atom(op, dtype)
+
+    def store(count):
+        op = level.StMatrix8x8x16bOp(transpose=True, num_matrices=count)
+        return cute.make_copy_atom(op, dtype)
+
+    mma = cute.make_tiled_mma(level.MmaF16BF16Op(dtype, Float32, (BLOCK, 8, BLOCK)))
+    return Tools(mma, load(False, 4), load(True, 4), load(True, 2), store(4), store(2))
+
+
+@cute.jit
+def invert(using, parts, numbers, dtype: cutlass.Constexpr, warp, lane, barrier: cutlass.Constexpr):
+    """Warp 0 or 1 of two that meet at `barrier`. parts: addresses of T, with -G in it, and of what
+    their rounding loses, if that is kept; numbers: the blocks to invert, and strengths."""
+    at, column = lane // LEAF + 4 * warp, lane % LEAF
+    x = substitute(numbers + cute.assume(at * NUMBERS, divby=4), column)
+    strengths = cute.make_tensor(numbers + LEAVES * NUMBERS, cute.make_layout(LEAF * LEAVES))
+    strength = strengths[LEAF * at + column]
+    for i in cutlass.range_constexpr(LEAF):
+        value = x[i] * strength
+        for p in cutlass.range_constexpr(len(parts)):
+            first = parts[p] + at * (LEAF * ROW + 16) + 2 * column  # row 8 at, in its chunk of 16 B
+            low = value.to(dtype)
+            there(dtype, (first ^ (16 * i)) + ROW * i, 1, 2)[0] = low
+            value = value - low.to(Float32)
+    cute.arch.sync_warp()
+
+    # Of both blocks of 16 on the diagonal, side by side: matrix (1, 0).
+    row, half = lane % LEAF, lane // LEAF % 2
+    second = LEAF * ROW + ROW * row  # of the rows of the lower half
+    under, left, up = [], [], []
+    for p in cutlass.range_constexpr(len(parts)):
+        corner = parts[p] + warp * (2 * DOWN)
+        of_two = corner + half * DOWN
+        upper = (of_two + ROW * row) ^ (16 * row ^ (2 * ASIDE * warp + ASIDE * half))
+        left.append(read(using.pair, dtype, upper, 2))
+        of_four = corner + lane // 16 * DOWN + second
+        chunk = 16 * row ^ (2 * ASIDE * warp + ASIDE * (lane // 16)) ^ (16 * half)
+        under.append(read(using.plain, dtype, of_four ^ chunk, 4))
+        up.append((of_two + second) ^ (16 * row ^ (2 * ASIDE * warp + ASIDE * half)))
+    y = beside(using, dtype, left, under, 0)
+    z = beside(using, dtype, y, under, 1)
+    for p in cutlass.range_constexpr(len(parts)):
+        cute.copy(using.out_pair, one(z[p], 4), there(dtype, up[p], 4, 16))
+    cute.arch.sync_warp()
+
+    # This lane's place in the first block of 16.
+    places = []
+    for p in cutlass.range_constexpr(len(parts)):
+        offset = ROW * row + lane // 16 * (LEAF * ROW)
+        places.append((parts[p] + offset) ^ (16 * row ^ 16 * half))
+    first = 2 * warp
+    a = read_all(using.turned, dtype, places, first, first)
+    b = read_all(using.plain, dtype, places, first + 1, first)
+    y = operands(dtype, times(using, ((a, b),)), len(parts))
+    b = read_all(using.plain, dtype, places, first + 1, first + 1)
+    put(using, dtype, places, times(using, ((y, b),)), first + 1, first)
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=64)
+
+    # One column of blocks a warp. T is zero above the diagonal.
+    above = read_all(using.turned, dtype, places, 0, warp)
+    lower = read_all(using.turned, dtype, places, 1, warp)
+    found = []
+    for r in cutlass.range_constexpr(2):
+        b = read_all(using.plain, dtype, places, 2 + r, 0)
+        c = read_all(using.plain, dtype, places, 2 + r, 1)
+        found.append(operands(dtype, times(using, ((above, b), (lower, c))), len(parts)))
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=64)  # all of G has been read
+    for r in cutlass.range_constexpr(2):
+        pairs = []
+        for i in cutlass.range_constexpr(r + 1):
+            pairs.append((found[i], read_all(using.plain, dtype, places, 2 + r, 2 + i)))
+        put(using, dtype, places, times(using, pairs), 2 + r, warp)
+
+
+# Blocks ------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def there(dtype: cutlass.Constexpr, address, count: cutlass.Constexpr, align: cutlass.Constexpr):
+    """`count` numbers at an address of shared memory."""
+    space = cute.AddressSpace.smem
+    pointer = cute.make_ptr(dtype, address, space, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout((count, 1)))
+
+
+@cute.jit
+def one(registers, count: cutlass.Constexpr):
+    """The first registers of an operand as what is copied."""
+    return cute.make_tensor(registers.iterator, cute.make_layout((count, 1)))
+
+
+@cute.jit
+def read(atom, dtype: cutlass.Constexpr, address, matrices: cutlass.Constexpr):
+    """Four matrices of 8 by 8 in registers, the last of them zero if fewer are read."""
+    found = cute.make_rmem_tensor(8, dtype)
+    if cutlass.const_expr(matrices < 4):
+        found.fill(0.0)
+    cute.copy(atom, there(dtype, address, 2 * matrices, 16), one(found, 2 * matrices))
+    return found
+
+
+@cute.jit
+def read_all(atom, dtype: cutlass.Constexpr, places, i, j):
+    """Block (i, j), in parts."""
+    found = []
+    for p in cutlass.range_constexpr(len(places)):
+        found.append(read(atom, dtype, (places[p] ^ (ASIDE * j)) + DOWN * i, 4))
+    return found
+
+
+@cute.jit
+def put(using, dtype: cutlass.Constexpr, places, acc, i, j):
+    """The transpose of a result as block (i, j)."""
+    lows = operands(dtype, acc, len(places))
+    for p in cutlass.range_constexpr(len(places)):
+        target = there(dtype, (places[p] ^ (ASIDE * j)) + DOWN * i, 8, 16)
+        cute.copy(using.out, one(lows[p], 8), target)
+
+
+@cute.jit
+def operands(dtype: cutlass.Constexpr, acc, count: cutlass.Constexpr):
+    """A result [16, 16] as a, in parts."""
+    lows = []
+    for _ in cutlass.range_constexpr(count):
+        lows.append(cute.make_rmem_tensor(8, dtype))
+    product.split(one(acc, 8), lows[0], lows[1] if cutlass.const_expr(count > 1) else None)
+    return lows
+
+
+@cute.jit
+def times(using, pairs):
+    """The sum of a @ b^T over pairs of blocks in parts, but for products of what both lose."""
+    acc = cute.make_rmem_tensor(8, Float32)
+    acc.fill(0.0)
+    out = cute.make_tensor(acc.iterator, cute.make_layout(((2, 2), 1, 2)))
+    for n in cutlass.range_constexpr(len(pairs)):
+        a, b = pairs[n]
+        for i in cutlass.range_constexpr(len(a)):
+            for j in cutlass.range_constexpr(len(b) - i):
+                rows = cute.make_tensor(a[i].iterator, cute.make_layout(((2, 2, 2), 1, 1)))
+                columns = cute.make_tensor(b[j].iterator, cute.make_layout(((2, 2), 2, 1)))
+                cute.gemm(using.mma, out, rows, columns, out)
+    return acc
+
+
+@cute.jit
+def beside(using, dtype: cutlass.Constexpr, a, b, which: cutlass.Constexpr):
+    """Two products of 8 by 8 blocks, as one a again: rows 0 to 7 of a by matrix `which` of b, rows
+    8 to 15 by matrix `which` + 2."""
+    acc = cute.make_rmem_tensor(8, Float32)
+    acc.fill(0.0)
+    for n in cutlass.range_constexpr(2):
+        found = cute.make_rmem_tensor(4, Float32)
+        found.fill(0.0)
+        out = cute.make_tensor(found.iterator, cute.make_layout(((2, 2), 1, 1)))
+        for i in cutlass.range_constexpr(len(a)):
+            for j in cutlass.range_constexpr(len(b) - i):
+                rows = cute.make_tensor(a[i].iterator, cute.make_layout(((2, 2, 2), 1, 1)))
+                alone = cute.make_rmem_tensor(4, dtype)
+                alone.fill(0.0)
+                for e in cutlass.range_constexpr(2):
+                    alone[e] = b[j][4 * n + 2 * which + e]
+                columns = cute.make_tensor(alone.iterator, cute.make_layout(((2, 2), 1, 1)))
+                cute.gemm(using.mma, out, rows, columns, out)
+        for e in cutlass.range_constexpr(2):
+            acc[2 * n + e] = found[2 * n + e]
+    lows = operands(dtype, acc, len(a))
+    return lows
