@@ -18,9 +18,6 @@ from lagraph.engines.frost.kernels.tile import (
 __all__ = ["advance"]
 
 
-GIVE = 1
-
-
 @cute.jit
 def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, states, work, wg):
     """The life of warpgroup `wg`. states: initial state, state indices, final state, checkpoints,
@@ -139,8 +136,6 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         if cutlass.const_expr(sig.outputs):  # now, so that the operand's registers are free soon
             pipe_q.consumer_wait(at_q)
             product.issue(by_query, O, S_in, bQ[None, None, None, at_q.index], False)
-        if cutlass.const_expr(GIVE == 0):
-            give_turn(sig, wg, c + 1 < chunks)
         pipe_f.consumer_wait(at_f)
         decay = last[at_f.index]
         for i in cutlass.range_constexpr(cute.size(S)):
@@ -165,8 +160,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         if cutlass.const_expr(sig.split):
             product.issue(by_token, U, W_rest_in, bT[None, None, None, at_f.index], True)
             product.issue(by_token, U, W_in, bT_rest[None, None, None, at_f.index], True)
-        if cutlass.const_expr(GIVE == 1 or (GIVE == 2 and not sig.outputs)):
-            give_turn(sig, wg, c + 1 < chunks)
+        give_turn(sig, wg, c + 1 < chunks)
         if cutlass.const_expr(sig.outputs):
             product.scale(O, rows[None, QUERY, at_f.index], lane)
         cute.nvgpu.warpgroup.wait_group(0)
@@ -183,8 +177,6 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
             if cutlass.const_expr(sig.split):
                 product.issue(by_query, O, U_rest_in, bP[None, None, None, at_f.index], True)
                 product.issue(by_query, O, U_in, bP_rest[None, None, None, at_f.index], True)
-            if cutlass.const_expr(GIVE == 2 and sig.outputs):
-                give_turn(sig, wg, c + 1 < chunks)
             cute.nvgpu.warpgroup.wait_group(3 if sig.split else 1)
         else:
             cute.nvgpu.warpgroup.wait_group(0)

@@ -21,11 +21,13 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     """The warpgroup's whole life. gates: g, beta, a_log, dt_bias."""
     a_log, dt_bias = gates[2:]
     blocks, rows, last, sums, strengths, norms, _ = numbers
-    dtype = sig.io
     pipe_q, pipe_k, _, pipe_f, pipe_b = rings
     tid = cute.arch.thread_idx()[0] % 128
     lane = cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
+    # Where ptxas keeps no predicates of what is uniform, a number a thread is compared sooner.
+    plain = cutlass.const_expr(sig.norm and sig.phase == "close")
+    which = tid // 32 if cutlass.const_expr(plain) else warp
 
     scores = product.of_shared(sig.io, C)
     thread = scores.get_slice(tid)
@@ -40,9 +42,13 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     if cutlass.const_expr(sig.outputs):
         p_target = to_p.partition_D(tiles.P)
     masked = cute.make_rmem_tensor(place.shape, sig.io)
-    rest = t_rest = None
+    ending = cute.make_rmem_tensor(place.shape, sig.io)
+    left, last_left = to_p.retile(masked), to_p.retile(ending)
+    rest = ending_rest = left_rest = last_rest = t_rest = p_rest = None
     if cutlass.const_expr(sig.split):
         rest = cute.make_rmem_tensor(place.shape, sig.io)
+        ending_rest = cute.make_rmem_tensor(place.shape, sig.io)
+        left_rest, last_rest = to_p.retile(rest), to_p.retile(ending_rest)
         t_rest = to_p.partition_D(tiles.T_rest)
         if cutlass.const_expr(sig.outputs):
             p_rest = to_p.partition_D(tiles.P_rest)
@@ -63,9 +69,10 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.factors)
     at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.blocks)
     kk = product.accumulator(thread, C, C)
-    if work.chunks > 0:
-        pipe_k.consumer_wait(at_k)
-    issue(scores, kk, aK, at_k, bK, at_k)
+    if cutlass.const_expr(sig.ahead):
+        if work.chunks > 0:
+            pipe_k.consumer_wait(at_k)
+        issue(scores, kk, aK, at_k, bK, at_k)
     for c in cutlass.range(work.chunks, unroll=1):
         turn = c % 2
         following = sig.chunk(work, c + 1)
@@ -73,6 +80,9 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         if cutlass.const_expr(sig.outputs and not sig.norm):
             there = pipe_q.consumer_try_wait(at_q)
         raw = fetch(sig, gates, work, following, lane)
+        if cutlass.const_expr(not sig.ahead):
+            pipe_k.consumer_wait(at_k)
+            issue(scores, kk, aK, at_k, bK, at_k)
         if cutlass.const_expr(sig.norm):
             if cutlass.const_expr(sig.outputs):
                 pipe_q.consumer_wait(at_q)
@@ -91,14 +101,11 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         if cutlass.const_expr(not sig.roomy):
             columns = column_factors(sig, numbers, turn, lane, warp, 1)
         inverted = blocks[None, at_b.index]
-        keep(sig, kk, masked, rest, tiles, inverted, mine, columns, at_f.index, lane, warp)
+        keep(sig, kk, masked, rest, tiles, inverted, mine, columns, at_f.index, lane, warp, which)
         # Before the next product: what goes to shared memory after it waits for it.
-        left, left_rest = to_p.retile(masked), None
-        if cutlass.const_expr(sig.split):
-            left_rest = to_p.retile(rest)
         for i in cutlass.range_constexpr(3):
             if i < warp:
-                put(store, left, left_rest, t_target, t_rest, i, at_f.index)
+                put(store, left, left_rest, i, t_target, t_rest, i, at_f.index)
         if lane < 16:
             step = 16 * warp + lane
             blocks[inverse.LEAVES * inverse.NUMBERS + step, at_b.index] = strengths[step, turn]
@@ -139,18 +146,22 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             pipe_q.consumer_release(at_q)
             if cutlass.const_expr(not sig.roomy):
                 columns = column_factors(sig, numbers, turn, lane, warp, sig.n)
-            mask(sig, qk, masked, rest, asked, columns, lane, warp)
+            mask(sig, qk, masked, rest, ending, ending_rest, asked, columns, lane, which)
         pipe_k.consumer_release(at_k)
         at_k.advance()
         # The next chunk's, while this one's are written; after the last one, of no use.
-        if c + 1 < work.chunks:
-            pipe_k.consumer_wait(at_k)
-        issue(scores, kk, aK, at_k, bK, at_k)
+        if cutlass.const_expr(sig.ahead):
+            if c + 1 < work.chunks:
+                pipe_k.consumer_wait(at_k)
+            issue(scores, kk, aK, at_k, bK, at_k)
         if cutlass.const_expr(sig.outputs):
+            for i in cutlass.range_constexpr(4 - sig.n):
+                if i < warp * sig.n and warp < sig.queries // 16:
+                    put(store, left, left_rest, i, p_target, p_rest, i, at_f.index)
             if warp < sig.queries // 16:
-                cute.copy(store, to_p.retile(masked), p_target[None, None, None, at_f.index])
-                if cutlass.const_expr(sig.split):
-                    cute.copy(store, to_p.retile(rest), p_rest[None, None, None, at_f.index])
+                for i in cutlass.range_constexpr(sig.n):
+                    block = warp * sig.n + i
+                    put(store, last_left, last_rest, i, p_target, p_rest, block, at_f.index)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if lane == 0:
@@ -210,8 +221,8 @@ def decays(sig: cutlass.Constexpr, raw, numbers, turn, amplitude, bias, start, e
 # Scores -----------------------------------------------------------------------------------------
 
 
-# exp(b_i - b_j) is, left of a block on the diagonal, the decay from j to the block's first step times
-# that from there to i: neither is above 1 where no gate grows, so that neither overflows.
+# exp(b_i - b_j) is, left of a block on the diagonal, the decay from j to the block's first step,
+# times that from there to i: neither is above 1 where no gate grows, so that neither overflows.
 
 
 @cute.jit
@@ -282,7 +293,8 @@ def chosen(acc, at: cutlass.Constexpr, step: cutlass.Constexpr, which):
 
 @cute.jit
 def keep(
-    sig: cutlass.Constexpr, kk, joined, rest, tiles, blocks, mine, columns, stage, lane, warp
+    sig: cutlass.Constexpr, kk, joined, rest, tiles, blocks, mine, columns, stage, lane, warp,
+    which,
 ):  # fmt: skip
     """Rows of G, 16 a warp: negated, as operands, what is left of the block of 16 on the diagonal,
     and the lower left 8 by 8 of that; the other two of it, with strengths, in fp32 for their
@@ -296,7 +308,7 @@ def keep(
         down, aside = i % 4 // 2, i // 4
         sums, keys = ending[aside]
         if cutlass.const_expr(down >= aside):
-            value = chosen(kk, i, 8, warp) * gate.finite_power(b - sums[i % 2]) * keys[i % 2]
+            value = chosen(kk, i, 8, which) * gate.finite_power(b - sums[i % 2]) * keys[i % 2]
             row, column = lane // 4, lane % 4 * 2 + i % 2
             if cutlass.const_expr(down == aside):
                 inverse.leaf(blocks, 2 * warp + down)[row, column] = strength * value
@@ -310,39 +322,32 @@ def keep(
 
 
 @cute.jit
-def mask(sig: cutlass.Constexpr, qk, masked, rest, asked, columns, lane, warp):
+def mask(
+    sig: cutlass.Constexpr, qk, joined, rest, ending, ending_rest, asked, columns, lane, which
+):  # fmt: skip
     """Rows of P, 16 queries a warp, at the last steps of their tokens, in the io dtype, and what
-    that loses."""
-    before, ending = columns
-    n, warps = sig.n, sig.queries // 16
-    last = cute.make_rmem_tensor(8 * n, Float32)  # of blocks that the rows end in
-    for i in cutlass.range_constexpr(8 * n):
+    that loses: of the blocks of 16 before the warp's, and of those that its rows end in."""
+    before, own = columns
+    for i in cutlass.range_constexpr(8 * (4 - sig.n)):  # of no use from those blocks on
+        value = asked[i % 4 // 2][2] * qk[i] * before[i // 4][i % 2]
+        product.rounded(value, joined, rest, i)
+    for i in cutlass.range_constexpr(8 * sig.n):
         b, query, _ = asked[i % 4 // 2]
-        sums, keys = ending[i // 4]
+        sums, keys = own[i // 4]
         power = gate.finite_power(b - sums[i % 2]) * keys[i % 2]
-        end = (lane // 4 + 8 * (i % 4 // 2) + 1) * n - lane % 4 * 2
+        value = query * chosen(qk, i, 8 * sig.n, which) * power
+        end = (lane // 4 + 8 * (i % 4 // 2) + 1) * sig.n - lane % 4 * 2
         inside = i // 4 * 8 + i % 2 < end
-        value = query * chosen(qk, i, 8 * n, warp) * power
-        last[i] = value if inside else Float32(0.0)
-    for block in cutlass.range_constexpr(4):
-        for i in cutlass.range_constexpr(8):
-            value = Float32(0.0)
-            if cutlass.const_expr(block < 4 - n):
-                earlier = (
-                    asked[i % 4 // 2][2] * qk[8 * block + i] * before[2 * block + i // 4][i % 2]
-                )
-                value = earlier if block < warp * n else value
-            value = last[block % n * 8 + i] if warp == block // n else value
-            product.rounded(value, masked, rest, 8 * block + i)
+        product.rounded(value if inside else Float32(0.0), ending, ending_rest, i)
 
 
 @cute.jit
-def put(store, left, left_rest, target, target_rest, block: cutlass.Constexpr, stage):
-    """A block of -G, left of the diagonal, and what it loses, into a tile."""
-    cute.copy(store, left[(None, block), None, None], target[(None, block), None, None, stage])
-    if cutlass.const_expr(left_rest is not None):
-        source = left_rest[(None, block), None, None]
-        cute.copy(store, source, target_rest[(None, block), None, None, stage])
+def put(store, source, source_rest, at: cutlass.Constexpr, target, target_rest, block, stage):
+    """Block `at` of registers, and what it loses, as block `block` of a tile."""
+    cute.copy(store, source[(None, at), None, None], target[(None, block), None, None, stage])
+    if cutlass.const_expr(source_rest is not None):
+        part = source_rest[(None, at), None, None]
+        cute.copy(store, part, target_rest[(None, block), None, None, stage])
 
 
 # Norms ------------------------------------------------------------------------------------------

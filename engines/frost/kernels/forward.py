@@ -28,7 +28,7 @@ Warpgroups, a file each
     factor   gates, scores, G (where T will be) and P, up to two chunks ahead of the state
 
 Shared memory at K = V = 128: K 3 x 16 KB, Q 2 x 16, V 2 x 16, O 2 x 16, T and P 3 x 8 each, blocks
-to invert 2 x 5.4, factors 4: 207 KB. Tiles are in the 128-byte swizzle; the scores read K as it is,
+to invert 3 x 3.4, numbers 6: 209 KB. Tiles are in the 128-byte swizzle; the scores read K as it is,
 the update reads its transpose. Sizes, stages and registers: `tile`; allocation: `shared`.
 """
 
@@ -163,8 +163,16 @@ class Forward(Signature):
 
     @property
     def spills(self) -> int:
-        """Bytes let pass: two advancing warpgroups are worth them."""
-        return 160 if self.split and self.slices == 2 else 0
+        """Bytes let pass: an address that waits in memory for a kernel's end; more where two CTAs
+        an SM, or two advancing warpgroups, are worth it."""
+        if self.paired:
+            return 96
+        return 192 if self.split and self.slices == 2 else 8
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the scores of a chunk's keys start before the one before it is written."""
+        return True
 
     @property
     def roomy(self) -> bool:

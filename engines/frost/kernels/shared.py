@@ -16,8 +16,8 @@ from lagraph.engines.frost.kernels.tile import (
 )
 
 __all__ = [
-    "JOIN", "Numbers", "Rings", "Tiles", "Work", "allocate", "clear", "first_turn", "give_turn", "layouts",
-    "places", "take_turn",
+    "JOIN", "Numbers", "Rings", "Tiles", "Work", "allocate", "clear", "first_turn", "give_turn",
+    "layouts", "places", "take_turn",
 ]  # fmt: skip
 
 TURN = 4  # the first of two named barriers
@@ -132,11 +132,12 @@ def allocate(sig, laid):
 
 @cute.jit
 def clear(sig: cutlass.Constexpr, tiles):
-    """T above the diagonal, which nobody writes: all of it, by all threads, who have to meet yet."""
+    """T and P above the diagonal, which nobody writes: all of them, by all threads, who have to
+    meet yet."""
     tid, _, _ = cute.arch.thread_idx()
     zeros = cute.make_rmem_tensor(8, sig.io)
     zeros.fill(0.0)
-    for tile in (tiles.T, tiles.T_rest):
+    for tile in (tiles.T, tiles.P, tiles.T_rest, tiles.P_rest):
         if cutlass.const_expr(tile is not None):
             count = C * C * sig.stages.factors // 8
             flat = cute.make_tensor(tile.iterator, cute.make_layout((8, count)))

@@ -9,8 +9,8 @@ them T comes by products of 16-bit blocks, twice the size at a time (blocks of 8
 in place of -G, whoever wrote that. Factors are those that are written, rounded: what multiplies W
 is then as near to the inverse of one matrix as if its blocks were applied one by one.
 
-The transposes of T_ij and of T_ii^-1 T_ij are the rows of these products, so that results become
-operands in registers. A tile is [64, 64] in the 128-byte swizzle: 16 bytes at (row, 8 c) are at
+Products are of transposes, T_jj^T (-G_ij)^T first, so that a result is the next one's operand in
+registers. A tile is [64, 64] in the 128-byte swizzle: 16 bytes at (row, 8 c) are at
 128 row + 16 (c ^ row % 8), and a lane that knows its place in one block of 16 finds it in all.
 
 A block to invert is fp32 and transposed (only what is below the diagonal is read), with a pitch of
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass.cute.nvgpu import warp as level
+from cutlass.cute import nvgpu
 
 from lagraph.engines.frost.kernels.lib import product
 
@@ -90,14 +90,14 @@ class Tools(NamedTuple):
 
 def tools(dtype):
     def load(turned, count):
-        op = level.LdMatrix8x8x16bOp(transpose=turned, num_matrices=count)
+        op = nvgpu.warp.LdMatrix8x8x16bOp(transpose=turned, num_matrices=count)
         return cute.make_copy_atom(op, dtype)
 
     def store(count):
-        op = level.StMatrix8x8x16bOp(transpose=True, num_matrices=count)
+        op = nvgpu.warp.StMatrix8x8x16bOp(transpose=True, num_matrices=count)
         return cute.make_copy_atom(op, dtype)
 
-    mma = cute.make_tiled_mma(level.MmaF16BF16Op(dtype, Float32, (BLOCK, 8, BLOCK)))
+    mma = cute.make_tiled_mma(nvgpu.warp.MmaF16BF16Op(dtype, Float32, (BLOCK, 8, BLOCK)))
     return Tools(mma, load(False, 4), load(True, 4), load(True, 2), store(4), store(2))
 
 
@@ -120,21 +120,20 @@ def invert(using, parts, numbers, dtype: cutlass.Constexpr, warp, lane, barrier:
 
     # Of both blocks of 16 on the diagonal, side by side: matrix (1, 0).
     row, half = lane % LEAF, lane // LEAF % 2
-    second = LEAF * ROW + ROW * row  # of the rows of the lower half
-    under, left, up = [], [], []
+    lower = ROW * (LEAF + row)  # a row of the lower half of a block
+    ones, twos, targets = [], [], []
     for p in cutlass.range_constexpr(len(parts)):
-        corner = parts[p] + warp * (2 * DOWN)
-        of_two = corner + half * DOWN
-        upper = (of_two + ROW * row) ^ (16 * row ^ (2 * ASIDE * warp + ASIDE * half))
-        left.append(read(using.pair, dtype, upper, 2))
-        of_four = corner + lane // 16 * DOWN + second
-        chunk = 16 * row ^ (2 * ASIDE * warp + ASIDE * (lane // 16)) ^ (16 * half)
-        under.append(read(using.plain, dtype, of_four ^ chunk, 4))
-        up.append((of_two + second) ^ (16 * row ^ (2 * ASIDE * warp + ASIDE * half)))
-    y = beside(using, dtype, left, under, 0)
-    z = beside(using, dtype, y, under, 1)
+        corner = parts[p] + 2 * warp * DOWN
+        here, aside = corner + half * DOWN, ASIDE * (2 * warp + half)
+        ones.append(read(using.pair, dtype, (here + ROW * row) ^ (16 * row ^ aside), 2))
+        targets.append((here + lower) ^ (16 * row ^ aside))
+        here, aside = corner + lane // 16 * DOWN, ASIDE * (2 * warp + lane // 16)
+        address = (here + lower) ^ (16 * row ^ aside ^ 16 * half)
+        twos.append(read(using.plain, dtype, address, 4))
+    y = beside(using, dtype, ones, twos, 0)
+    z = beside(using, dtype, y, twos, 1)
     for p in cutlass.range_constexpr(len(parts)):
-        cute.copy(using.out_pair, one(z[p], 4), there(dtype, up[p], 4, 16))
+        cute.copy(using.out_pair, one(z[p], 4), there(dtype, targets[p], 4, 16))
     cute.arch.sync_warp()
 
     # This lane's place in the first block of 16.
@@ -151,13 +150,13 @@ def invert(using, parts, numbers, dtype: cutlass.Constexpr, warp, lane, barrier:
     cute.arch.barrier(barrier_id=barrier, number_of_threads=64)
 
     # One column of blocks a warp. T is zero above the diagonal.
-    above = read_all(using.turned, dtype, places, 0, warp)
+    upper = read_all(using.turned, dtype, places, 0, warp)
     lower = read_all(using.turned, dtype, places, 1, warp)
     found = []
     for r in cutlass.range_constexpr(2):
         b = read_all(using.plain, dtype, places, 2 + r, 0)
         c = read_all(using.plain, dtype, places, 2 + r, 1)
-        found.append(operands(dtype, times(using, ((above, b), (lower, c))), len(parts)))
+        found.append(operands(dtype, times(using, ((upper, b), (lower, c))), len(parts)))
     cute.arch.barrier(barrier_id=barrier, number_of_threads=64)  # all of G has been read
     for r in cutlass.range_constexpr(2):
         pairs = []
@@ -239,8 +238,8 @@ def times(using, pairs):
 
 @cute.jit
 def beside(using, dtype: cutlass.Constexpr, a, b, which: cutlass.Constexpr):
-    """Two products of 8 by 8 blocks, as one a again: rows 0 to 7 of a by matrix `which` of b, rows
-    8 to 15 by matrix `which` + 2."""
+    """Two products of matrices of 8 by 8, as one a again: rows 0 to 7 of a by matrix `which` of b,
+    rows 8 to 15 by matrix `which` + 2."""
     acc = cute.make_rmem_tensor(8, Float32)
     acc.fill(0.0)
     for n in cutlass.range_constexpr(2):
@@ -258,5 +257,4 @@ def beside(using, dtype: cutlass.Constexpr, a, b, which: cutlass.Constexpr):
                 cute.gemm(using.mma, out, rows, columns, out)
         for e in cutlass.range_constexpr(2):
             acc[2 * n + e] = found[2 * n + e]
-    lows = operands(dtype, acc, len(a))
-    return lows
+    return operands(dtype, acc, len(a))
