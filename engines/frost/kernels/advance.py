@@ -167,7 +167,7 @@ def advance(sig: cutlass.Constexpr, atom_o, view_o, tiles, numbers, rings, state
         # Only now are products done that depend on V's loads. A release right after the loads
         # overtakes them where wgmma keeps shared memory busy: TMA overwrote V.
         pipe_v.consumer_release(at_v)
-        product.scaled(U, D_low, rows[None, WRITE, at_f.index], lane, 0, rest=D_rest)
+        product.scaled(U, D_low, rows[None, WRITE, at_f.index], lane, rest=D_rest)
         product.issue(by_key, S, D_in, bKt[None, None, None, at_k.index], True)
         if cutlass.const_expr(sig.split):
             product.issue(by_key, S, D_rest_in, bKt[None, None, None, at_k.index], True)

@@ -105,7 +105,7 @@ def retreat(sig: cutlass.Constexpr, tiles, numbers, rings, ends, work, wg):
         pipe_q.consumer_wait(at_q)
         product.issue(by_key, S, E_in, bQ[None, None, None, at_q.index], True)
         cute.nvgpu.warpgroup.wait_group(1)
-        product.scaled(W, W_low, rows[None, ERASE, at_f.index], lane, 0, True)
+        product.scaled(W, W_low, rows[None, ERASE, at_f.index], lane, True)
         product.issue(by_key, S, W_in, bKt[None, None, None, at_k.index], True)
         cute.nvgpu.warpgroup.wait_group(0)
         pipe_q.consumer_release(at_q)

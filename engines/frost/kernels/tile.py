@@ -45,10 +45,11 @@ class Stages(NamedTuple):
 FULL, COMPACT, SPLIT = Stages(), Stages(O=1, factors=2), Stages(factors=2)
 
 # Registers a thread by warpgroup (load, advance, factor), by the number of advancing warpgroups:
-# together at most 65536 an SM.
+# together no more than a launch gives, or whoever asks for more waits for ever: 512 with four
+# warpgroups, 504 with three, 240 each where two CTAs share an SM.
 REGISTERS = {1: (96, 240, 128), 2: (48, 192, 80)}
 SMALL = {1: (96, 240, 128), 2: (64, 160, 128)}  # K of 64
-HALF = (32, 144, 64)  # of two CTAs
+HALF = (32, 144, 64)  # each of two CTAs
 
 
 def registers(slices: int, K: int, per_sm: int) -> tuple[int, int, int]:

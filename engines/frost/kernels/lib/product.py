@@ -9,8 +9,6 @@ __all__ = [
     "accumulator",
     "as_operand",
     "issue",
-    "issue_block",
-    "issue_part",
     "loader",
     "of_registers",
     "of_shared",
@@ -82,30 +80,6 @@ def issue(mma, acc, a, b, accumulate: cutlass.Constexpr):
     warpgroup.commit_group()
 
 
-@cute.jit
-def issue_block(
-    mma, acc, a, b, n: cutlass.Constexpr, first: cutlass.Constexpr, count: cutlass.Constexpr,
-    accumulate: cutlass.Constexpr,
-):  # fmt: skip
-    """As `issue`: block `n` of b's rows, `count` blocks of k, a's from 0, b's from `first`."""
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(count):
-        mma.set(warpgroup.Field.ACCUMULATE, True if k else accumulate)
-        block = cute.append_ones(b[None, n, first + k], up_to_rank=2)
-        part = a[None, None, k] if cutlass.const_expr(cute.rank(a) == 3) else a
-        cute.gemm(mma, acc, part, block, acc)
-    warpgroup.commit_group()
-
-
-@cute.jit
-def issue_part(mma, acc, a, b, k: cutlass.Constexpr):
-    """As `issue`, with block `k` alone, to what is accumulated."""
-    warpgroup.fence()
-    mma.set(warpgroup.Field.ACCUMULATE, True)
-    cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
-    warpgroup.commit_group()
-
-
 def transposed(tile):
     """A tile [rows, columns, stages] as [columns, rows, stages]."""
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0, 2]))
@@ -143,26 +117,22 @@ def rounded(value, low, rest, at: cutlass.Constexpr):
 
 
 @cute.jit
-def split(acc, low, rest, block: cutlass.Constexpr = 0):
-    """An accumulator as block `block` of an operand, and what its rounding loses as one of another,
-    if that is wanted."""
+def split(acc, low, rest):
+    """An accumulator as an operand, and what its rounding loses as another, if that is wanted."""
     for i in cutlass.range_constexpr(cute.size(acc)):
-        rounded(acc[i], low, rest, i + block * cute.size(acc))
+        rounded(acc[i], low, rest, i)
 
 
 @cute.jit
-def scaled(
-    acc, low, row: cute.Tensor, lane, block: cutlass.Constexpr,
-    negative: cutlass.Constexpr = False, rest=None,
-):  # fmt: skip
-    """Columns of an accumulator by their factors, or by what is opposite, as block `block` of an
-    operand; rest: as of `split`."""
+def scaled(acc, low, row: cute.Tensor, lane, negative: cutlass.Constexpr = False, rest=None):
+    """Columns of an accumulator by their factors, or by what is opposite, as an operand; rest: as
+    of `split`."""
     for group in cutlass.range_constexpr(cute.size(acc) // 4):
-        factors = pair(row, lane, group + block * (cute.size(acc) // 4))
+        factors = pair(row, lane, group)
         for e in cutlass.range_constexpr(4):
             i = 4 * group + e
             factor = -factors[e % 2] if cutlass.const_expr(negative) else factors[e % 2]
-            rounded(factor * acc[i], low, rest, i + block * cute.size(acc))
+            rounded(factor * acc[i], low, rest, i)
 
 
 @cute.jit
