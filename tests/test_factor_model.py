@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_inverse_model import Vector
+from test_inverse_model import Number, Vector
 
 from lagraph.engines.frost import launch
 
@@ -27,11 +27,6 @@ LANE, WARP = TID % 32, TID // 32
 # Rows and columns of the 32 numbers of an accumulator [64, 64], by lane.
 ROWS = [16 * WARP + LANE // 4 + 8 * (i % 4 // 2) for i in range(32)]
 COLUMNS = [8 * (i // 4) + 2 * (LANE % 4) + i % 2 + 0 * LANE for i in range(32)]
-
-
-class Number(np.ndarray):
-    def to(self, dtype):
-        return np.asarray(self).astype(dtype).view(Number)
 
 
 class Tensor:

@@ -69,10 +69,9 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
     at_f = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.factors)
     at_b = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, sig.stages.blocks)
     kk = product.accumulator(thread, C, C)
-    if cutlass.const_expr(sig.ahead):
-        if work.chunks > 0:
-            pipe_k.consumer_wait(at_k)
-        issue(scores, kk, aK, at_k, bK, at_k)
+    if work.chunks > 0:
+        pipe_k.consumer_wait(at_k)
+    issue(scores, kk, aK, at_k, bK, at_k)
     for c in cutlass.range(work.chunks, unroll=1):
         turn = c % 2
         following = sig.chunk(work, c + 1)
@@ -80,9 +79,6 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         if cutlass.const_expr(sig.outputs and not sig.norm):
             there = pipe_q.consumer_try_wait(at_q)
         raw = fetch(sig, gates, work, following, lane)
-        if cutlass.const_expr(not sig.ahead):
-            pipe_k.consumer_wait(at_k)
-            issue(scores, kk, aK, at_k, bK, at_k)
         if cutlass.const_expr(sig.norm):
             if cutlass.const_expr(sig.outputs):
                 pipe_q.consumer_wait(at_q)
@@ -114,9 +110,7 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
             pipe_b.producer_commit(at_b)
         if cutlass.const_expr(sig.outputs):
             qk = product.accumulator(thread, C, C)
-            if cutlass.const_expr(sig.norm):
-                pipe_q.consumer_wait(at_q)
-            else:
+            if cutlass.const_expr(not sig.norm):
                 pipe_q.consumer_wait(at_q, there)
             issue(scores, qk, aQ, at_q, bK, at_k)
 
@@ -150,10 +144,9 @@ def factor(sig: cutlass.Constexpr, tiles, numbers, rings, gates, scale, work):
         pipe_k.consumer_release(at_k)
         at_k.advance()
         # The next chunk's, while this one's are written; after the last one, of no use.
-        if cutlass.const_expr(sig.ahead):
-            if c + 1 < work.chunks:
-                pipe_k.consumer_wait(at_k)
-            issue(scores, kk, aK, at_k, bK, at_k)
+        if c + 1 < work.chunks:
+            pipe_k.consumer_wait(at_k)
+        issue(scores, kk, aK, at_k, bK, at_k)
         if cutlass.const_expr(sig.outputs):
             for i in cutlass.range_constexpr(4 - sig.n):
                 if i < warp * sig.n and warp < sig.queries // 16:

@@ -170,11 +170,6 @@ class Forward(Signature):
         return 192 if self.split and self.slices == 2 else 8
 
     @property
-    def ahead(self) -> bool:
-        """Whether the scores of a chunk's keys start before the one before it is written."""
-        return True
-
-    @property
     def roomy(self) -> bool:
         """Whether warps that factor have registers for numbers that they will need."""
         return not (self.split or self.paired or self.norm)
